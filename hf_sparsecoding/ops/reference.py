@@ -1,0 +1,108 @@
+"""The textbook form of every operation: explicit coefficients, explicit loops, nothing optimised. The oracle of the tests.
+
+B batch, H heads, T queries, S keys, D head dim, K contexts (paper: L-1).
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def prox(value: float, threshold: float) -> float:
+    """`sign(v) max(|v| - xi, 0)` of one number. Source: arXiv 2511.20194, sec. 3."""
+    if value > threshold:
+        return value - threshold
+    if value < -threshold:
+        return value + threshold
+    return 0.0
+
+
+def coefficients(kind: str, scores: Tensor, mask: Tensor | None = None, threshold=0.0, k: int | None = None) -> Tensor:
+    """One row at a time: `alpha[..., t, :] = sigma(scores[..., t, allowed keys])`, zero at the other keys.
+
+    `threshold` is a number or a tensor that broadcasts to `scores`. Differentiable in scores and threshold.
+    """
+    allowed = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask.expand(scores.shape)
+    xi = torch.as_tensor(threshold, dtype=scores.dtype).expand(scores.shape)
+    rows = []
+    for row, row_allowed, row_xi in zip(scores.flatten(0, -2), allowed.flatten(0, -2), xi.flatten(0, -2), strict=True):
+        keys = row_allowed.nonzero().flatten()
+        alpha = torch.zeros_like(row)
+        rows.append(alpha.index_put((keys,), _row(kind, row[keys], row_xi[keys], k)) if len(keys) else alpha + 0 * row)
+    return torch.stack(rows).view(scores.shape)
+
+
+def _row(kind: str, row: Tensor, xi: Tensor, k: int | None) -> Tensor:
+    if kind == "linear":
+        return row
+    if kind == "relu":
+        return row.clamp(min=0)
+    if kind == "soft_threshold":
+        return row.sign() * (row.abs() - xi).clamp(min=0)
+    if kind == "top_k":
+        kept = row.argsort(descending=True)[:k]
+        weights = (row[kept] - row[kept].max()).exp()
+        return torch.zeros_like(row).index_put((kept,), weights / weights.sum())
+    weights = (row - row.max()).exp()
+    weights = weights / weights.sum()
+    return weights if kind == "softmax" else weights.sign() * (weights.abs() - xi).clamp(min=0)
+
+
+def context_rows(length: int, lags: list[int], age: Tensor | None, past: int = 0) -> Int[Tensor, "B T K"]:
+    """Row of `[past rows; the T new ones]` that is context i of token t, or -1: token t - lags[i] if that is in the document."""
+    batch = 1 if age is None else age.shape[0]
+    rows = torch.full((batch, length, len(lags)), -1)
+    for b in range(batch):
+        for t in range(length):
+            for i, lag in enumerate(lags):
+                inside = past + t >= lag if age is None else age[b, t] >= lag
+                if inside and past + t - lag >= 0:
+                    rows[b, t, i] = past + t - lag
+    return rows
+
+
+def segment_rows(labels: list[int], ages: list[int], num_contexts: int) -> Int[Tensor, "T K"]:
+    """For one sequence: the token at the same offset of the i-th segment before, or -1.
+
+    `labels[t]` names the segment of token t; a new segment starts where the label changes or the age is 0.
+    """
+    starts = [t for t in range(len(labels)) if ages[t] == 0 or t == 0 or labels[t] != labels[t - 1]]
+    rows = torch.full((len(labels), num_contexts), -1)
+    for t in range(len(labels)):
+        own = max(s for s in starts if s <= t)
+        document = t - ages[t]
+        before = [s for s in starts if document <= s < own][::-1]
+        ends = [own, *before]
+        for i, start in enumerate(before[:num_contexts]):
+            row = start + (t - own)
+            if row < ends[i]:
+                rows[t, i] = row
+    return rows
+
+
+def transfer(
+    alpha: Float[Tensor, "B H T S"],
+    psi: Float[Tensor, "B H S D"],
+    weight: Float[Tensor, "b h K"],
+    rows: Int[Tensor, "b T K"],
+    target: Float[Tensor, "b h"] | None = None,
+    past: int = 0,
+) -> Float[Tensor, "B T H D"]:
+    """`alpha_t <- (1 + lambda_0) alpha_t + sum_i lambda_i alpha_{context_i(t)}`, then `alpha psi`, for the tokens after `past`.
+
+    alpha holds the coefficients of all `past + T` tokens. Source: arXiv 2511.20194, lifting scheme.
+    """
+    batch, heads, total, _ = alpha.shape
+    weight = weight.expand(batch, heads, -1)
+    rows = rows.expand(batch, -1, -1)
+    out = []
+    for b in range(batch):
+        for h in range(heads):
+            for t in range(past, total):
+                gain = 1 if target is None else 1 + target.expand(batch, heads)[b, h]
+                lifted = gain * alpha[b, h, t]
+                for i, row in enumerate(rows[b, t - past].tolist()):
+                    if row >= 0:
+                        lifted = lifted + weight[b, h, i] * alpha[b, h, row]
+                out.append(lifted @ psi[b, h])
+    return torch.stack(out).view(batch, heads, total - past, -1).transpose(1, 2)
