@@ -1,0 +1,139 @@
+"""Attention functions with thresholded coefficients, for transformers' AttentionInterface.
+
+An adapted attention module passes `sparsecoding_threshold=(kind, xi)` down to the attention function in its keyword
+arguments. Without it (other layers, disabled adapters) the function is the one that the model had before.
+
+B batch, H heads, G key-value heads, T queries, S keys, D head dim.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..ops import soft_threshold, thresholded_softmax
+
+
+THRESHOLD_KEY = "sparsecoding_threshold"
+
+# the implementation that the model was loaded with -> ours on top of it. The names must not contain "sdpa" or "flash":
+# transformers takes such names for its own.
+NAMES = {"sdpa": "sparse_coding", "eager": "sparse_coding_eager"}
+
+
+def install(model: PreTrainedModel) -> None:
+    """Let the model's attention go through the functions of this module; installing twice changes nothing.
+
+    Raises:
+        ValueError: if the model uses an implementation whose scores cannot be seen (flash, flex).
+    """
+    current = model.config._attn_implementation
+    if current in NAMES.values():
+        return
+    if current not in NAMES:
+        raise ValueError(
+            f"thresholded coefficients need the attention scores, which attn_implementation={current!r} does not show; "
+            'load the model with attn_implementation="sdpa" or "eager"'
+        )
+    model.set_attn_implementation(NAMES[current])
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Give the model back the implementation it had before `install`."""
+    for original, name in NAMES.items():
+        if model.config._attn_implementation == name:
+            model.set_attn_implementation(original)
+
+
+def check_installed(config) -> None:
+    """Raise RuntimeError if another attention function took the place of ours, which would drop the threshold unseen."""
+    if config._attn_implementation not in NAMES.values():
+        raise RuntimeError(
+            f"attn_implementation was set to {config._attn_implementation!r} after the adapter with thresholded coefficients "
+            f"was added, which would drop the threshold; call model.set_attn_implementation({NAMES['sdpa']!r})"
+        )
+
+
+def thresholded_attention(
+    module: nn.Module,
+    query: Tensor,  # [B, H, T, D]
+    key: Tensor,  # [B, G, S, D]
+    value: Tensor,  # [B, G, S, D]
+    attention_mask: Tensor | None,
+    kind: str,
+    threshold: Tensor,  # [B or 1, H]
+    scaling: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B, T, H, D] and coefficients [B, H, T, S]. Scores are float32: in bfloat16, rounding flips the threshold."""
+    groups = query.shape[1] // key.shape[1]
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scores = query.to(wide) @ key.to(wide).repeat_interleave(groups, 1).mT * scaling  # [B, H, T, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    mask = _boolean_mask(attention_mask, scores)
+    xi = threshold[:, :, None, None]
+    function = {"thresholded_softmax": thresholded_softmax, "soft_threshold": soft_threshold}[kind]
+    alpha = function(scores, xi, mask).to(query.dtype)
+    alpha = nn.functional.dropout(alpha, p=dropout, training=module.training)
+    outputs = alpha @ value.repeat_interleave(groups, 1)
+    return outputs.transpose(1, 2).contiguous(), alpha
+
+
+def _boolean_mask(mask: Tensor | None, scores: Tensor) -> Tensor | None:
+    length, keys = scores.shape[-2:]
+    if mask is None:
+        # transformers leaves the mask out where it is plainly causal, or where the one token is the last; a static cache has
+        # further, empty keys behind the first `length`
+        if length == 1:
+            return None
+        return torch.ones(length, keys, dtype=torch.bool, device=scores.device).tril()
+    mask = mask[..., :keys]
+    return mask if mask.dtype == torch.bool else mask >= 0
+
+
+def _sparse_coding(original: str):
+    def attention(module, query, key, value, attention_mask, **kwargs):
+        thresholded = kwargs.pop(THRESHOLD_KEY, None)
+        if thresholded is None:
+            return _function(original, module)(module, query, key, value, attention_mask, **kwargs)
+        for name in ("s_aux", "position_bias"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{type(module).__name__} passes {name} to its attention function, which thresholded coefficients do not "
+                    'know; use coefficients="base"'
+                )
+        kind, threshold = thresholded
+        scaling = kwargs.get("scaling")
+        return thresholded_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            kind,
+            threshold,
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            dropout=kwargs.get("dropout", 0.0),
+            softcap=kwargs.get("softcap"),
+        )
+
+    return attention
+
+
+def _function(original: str, module: nn.Module):
+    if original == "eager":  # not in the interface: each modeling file has its own
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[original]
+
+
+for _original, _name in NAMES.items():
+    AttentionInterface.register(_name, _sparse_coding(_original))
+    # without a mask function of its own an attention function gets no mask at all: padding and causality vanish
+    AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS[_original])
