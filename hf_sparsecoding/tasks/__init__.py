@@ -1,0 +1,1 @@
+"""Data, pure in (config, seed): every task yields `datasets.Dataset` or `IterableDataset` and knows no model."""
