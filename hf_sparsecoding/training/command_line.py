@@ -1,0 +1,69 @@
+"""Command lines of the scripts: dataclass arguments, a flat YAML file, flags that override it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from difflib import get_close_matches
+from pathlib import Path
+
+import yaml
+from transformers import HfArgumentParser
+
+
+def near_match(name: str, known: list[str]) -> str:
+    """ "; did you mean X?" where a known name is close, and the list of names where none is."""
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def read_mapping(path: str | Path) -> dict:
+    """A YAML or JSON file that holds one mapping."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}; give the path of a YAML or JSON file")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML or JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a mapping of names to values, got {type(content).__name__}")
+    return content
+
+
+def to_flags(values: dict) -> list[str]:
+    """The command line that says the same as a flat mapping; None leaves the default."""
+    flags = []
+    for name, value in values.items():
+        if value is None:
+            continue
+        items = value if isinstance(value, list) else [value]
+        flags += [f"--{name}", *(json.dumps(item) if isinstance(item, dict) else str(item) for item in items)]
+    return flags
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults beside the arguments, and the script's docstring as it is written."""
+
+
+def parse(dataclass_types: list[type], argv: list[str], description: str) -> tuple:
+    """Instances of the dataclasses from `--config FILE` and the flags of `argv`, which override the file."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    known, flags = first.parse_known_args(argv)
+    parser = HfArgumentParser(
+        dataclass_types,
+        description=description,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", help="flat YAML file with any of these arguments; flags override it")
+    if known.config:
+        values = read_mapping(known.config)
+        names = [field.name for dataclass_type in dataclass_types for field in dataclasses.fields(dataclass_type)]
+        for name in values:
+            if name not in names:
+                raise ValueError(f"{known.config}: unknown argument {name!r}{near_match(str(name), names)}")
+        flags = to_flags(values) + flags
+    return parser.parse_args_into_dataclasses(flags)[: len(dataclass_types)]

@@ -1,0 +1,60 @@
+"""Base models and PEFT adapters as scripts name them: a folder or Hub id, a file or JSON text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import torch
+from peft import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .command_line import near_match, read_mapping
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def read_adapter_config(source: str) -> PeftConfig:
+    """A PEFT config from a YAML or JSON file, or from JSON text that starts with a brace."""
+    if source.lstrip().startswith("{"):
+        try:
+            values = json.loads(source)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"adapter_config is not JSON ({error.msg} at column {error.colno}): {source}") from error
+    else:
+        values = read_mapping(source)
+    known = {str(getattr(kind, "value", kind)): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    kind = values.get("peft_type")
+    if kind not in known:
+        raise ValueError(f"adapter_config needs a peft_type, got {kind!r}{near_match(str(kind), list(known))}")
+    fields = [field.name for field in dataclasses.fields(known[kind]) if field.init]
+    for name in values:
+        if name not in fields:
+            raise ValueError(f"adapter_config: {kind} has no field {name!r}{near_match(name, fields)}")
+    return known[kind](**{"task_type": "CAUSAL_LM", **values})
+
+
+def longest_input(name: str) -> int | None:
+    """Number of positions that the model was made for, where its config says so."""
+    return getattr(AutoConfig.from_pretrained(name), "max_position_embeddings", None)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(name)
+
+
+def load_model(name: str, dtype: str) -> PreTrainedModel:
+    """A causal language model from a folder or the Hub, in a data type of `DTYPES`."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+
+
+def base_model_of(adapter: str) -> str:
+    """The base model that a saved adapter names."""
+    name = PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    if not name:
+        raise ValueError(f"the adapter {adapter} does not name its base model; give --model")
+    return name
