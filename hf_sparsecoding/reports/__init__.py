@@ -1,0 +1,1 @@
+"""Tables, pictures and model cards, from files that commands wrote; no model code."""

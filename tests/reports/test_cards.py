@@ -1,0 +1,91 @@
+import json
+
+import pytest
+
+from hf_sparsecoding.reports.cards import render_all, render_blocks, render_card
+from tests.reports.example_results import example_results, example_run
+
+
+def make_folder(root, template=None, **changes):
+    folder = root / "toy"
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(example_results(**changes)))
+    if template is not None:
+        (folder / "card.md").write_text(template)
+    return folder
+
+
+def test_default_card(tmp_path):
+    folder = make_folder(tmp_path, runs=[example_run(settings={"note": "50 of 200 steps"})])
+    (folder / "lambda_by_layer.png").touch()
+    card = render_card(folder)
+    for expected in (
+        "# toy\n",
+        "python scripts/toy.py --all",
+        "Run on 2026-01-02 with python 3.11, torch 2.0; 2 cores, CPU.",
+        "| few    |     1,234 |",
+        "- few: 50 of 200 steps",
+        "![lambda by layer](lambda_by_layer.png)",
+        "## Limits",
+    ):
+        assert expected in card
+    assert "\n\n\n" not in card
+
+
+def test_template(tmp_path):
+    template = (
+        "---\nlicense: x\n---\n# T\n{{value few accuracy_after}}\n{{table accuracy_after vs=control}}\n{{commands}}\n"
+    )
+    card = render_card(
+        make_folder(tmp_path, template, runs=[*example_results()["runs"], example_run("x", command="own")])
+    )
+    assert card.startswith("---\nlicense: x\n---\n# T\n0.720 ± 0.020\n| method")
+    assert "accuracy_after vs control" in card
+    assert card.endswith("```bash\nown\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{tabel}}", r"card\.md: unknown directive 'tabel'; known: commands"),
+        ("{{table score}}", r"card\.md: \{\{table score\}\}: no run of toy has the metric 'score'"),
+        ("{{value few}}", "value needs METHOD METRIC"),
+        ("{{value few score}}", "no metric 'score' of method 'few'; methods: few, control"),
+    ],
+)
+def test_template_errors_name_the_file_and_directive(tmp_path, template, message):
+    with pytest.raises(ValueError, match=message):
+        render_card(make_folder(tmp_path, template))
+
+
+def test_blocks(tmp_path):
+    make_folder(tmp_path)
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "families.md").write_text("| family |\n")
+    text = (
+        "a\n<!-- generated:part/families -->\n<!-- /generated -->\nb\n"
+        "<!-- generated:toy value few accuracy_after -->\nold\nlines\n<!-- /generated -->\n"
+    )
+    filled = render_blocks(text, tmp_path, "README.md")
+    assert "-->\n| family |\n<!-- /generated -->\nb\n" in filled
+    assert "accuracy_after -->\n0.720 ± 0.020\n<!-- /generated -->" in filled
+    assert render_blocks(filled, tmp_path, "README.md") == filled
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- generated:none -->\n<!-- /generated -->", r"README\.md: block 'none' needs .*none\.md"),
+        ("<!-- generated:none table x -->\n<!-- /generated -->", "no such file"),
+        ("<!-- generated:toy -->\ntext", "a generated block is not closed"),
+    ],
+)
+def test_broken_blocks(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        render_blocks(text, tmp_path, "README.md")
+
+
+def test_render_all_takes_every_folder_with_results(tmp_path):
+    folder = make_folder(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert list(render_all(tmp_path, tmp_path / "README.md")) == [folder / "README.md"]
