@@ -1,0 +1,230 @@
+"""Run a script for every method and seed of a YAML file, several at once, and gather one results.json.
+
+    python scripts/sweep.py scripts/configs/smollm2_s_raven_text.yaml --jobs 2
+    python scripts/sweep.py scripts/configs/smollm2_s_raven_text.yaml --set model=my/folder --output_dir outputs/mine
+
+The file names the `command` (a script that takes --method, --seed and --output_dir and writes results.json there), the
+`common` arguments, the `methods` with the arguments of each, the `seeds`, an `experiment` and an `output_dir`. Started
+again after an interruption, finished runs are skipped and the others go on from their own checkpoints. A run that
+fails stops no other; the exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import yaml
+
+from hf_sparsecoding.reports import results, tables
+from hf_sparsecoding.training.command_line import near_match, read_mapping, to_flags
+
+
+TAIL_LINES = 15
+GRACE_SECONDS = 10  # between asking the children to stop and killing them
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Contents of the YAML file."""
+
+    experiment: str
+    command: str
+    methods: dict[str, dict]
+    seeds: list[int]
+    output_dir: str
+    common: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        for name, kind in (("methods", dict), ("seeds", list), ("common", dict)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
+        if not self.methods or not self.seeds:
+            raise ValueError(f"need at least one method and one seed, got {list(self.methods)} and {self.seeds}")
+        if not Path(self.command).is_file():
+            raise ValueError(f"command {self.command!r} is no file; give a script, relative to the current folder")
+
+
+@dataclass
+class Job:
+    """One method with one seed, in a folder of its own."""
+
+    method: str
+    seed: int
+    folder: Path
+    command: list[str]
+    process: subprocess.Popen | None = None
+    began: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} seed {self.seed}"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "run.log"
+
+    def finished(self) -> bool:
+        """Whether results are there. Results of other arguments than today's are refused, not overwritten."""
+        if not (self.folder / results.FILE).is_file():
+            return False
+        record = self.folder / "command.json"
+        recorded = json.loads(record.read_text()) if record.is_file() else None
+        if recorded != self.command:
+            raise ValueError(
+                f"{self.folder} holds results of another command ({shlex.join(recorded or ['unknown'])}); delete the "
+                "folder or choose another output_dir"
+            )
+        return True
+
+    def start(self, threads: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        results.write_text(self.folder / "command.json", json.dumps(self.command))
+        with self.log.open("a") as log:
+            # a session of its own: Ctrl-C reaches only the sweep, which then ends the whole family of each child
+            self.process = subprocess.Popen(
+                [sys.executable, *self.command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                start_new_session=True,
+            )
+        self.began = time.monotonic()
+
+    def tail(self) -> str:
+        # a progress bar rewrites its line after a carriage return: keep what it last showed
+        lines = [line.split("\r")[-1] for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
+
+
+def read_sweep(path: str, overrides: list[str], output_dir: str | None) -> Sweep:
+    values = read_mapping(path)
+    known = [entry.name for entry in fields(Sweep)]
+    for name in values:
+        if name not in known:
+            raise ValueError(f"{path}: unknown key {name!r}{near_match(str(name), known)}")
+    missing = [name for name in known if name != "common" and name not in values]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    common = dict(values.get("common") or {})
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"--set takes NAME=VALUE, got {override!r}")
+        common[name] = yaml.safe_load(value)
+    return Sweep(**{**values, "common": common, "output_dir": output_dir or values["output_dir"]})
+
+
+def make_jobs(sweep: Sweep) -> list[Job]:
+    jobs = []
+    for seed in sweep.seeds:  # seed by seed, so that an early end leaves all methods comparable
+        for method, own in sweep.methods.items():
+            folder = Path(sweep.output_dir) / re.sub(r"[^\w.-]", "_", method) / f"seed-{seed}"
+            where = {"method": method, "seed": seed, "output_dir": str(folder)}
+            jobs.append(
+                Job(method, seed, folder, [sweep.command, *to_flags({**sweep.common, **(own or {}), **where})])
+            )
+    return jobs
+
+
+def run_jobs(waiting: list[Job], at_once: int, threads: int, total: int) -> list[Job]:
+    """Run all jobs, at most `at_once` at a time; the failed ones. However it ends, no child is left running."""
+    waiting, running, failed = list(waiting), [], []
+    done = total - len(waiting)
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                job = waiting.pop(0)
+                job.start(threads)
+                running.append(job)
+                print(f"started {job.name}, log in {job.log}", flush=True)
+            time.sleep(0.1)
+            for job in [job for job in running if job.process.poll() is not None]:
+                running.remove(job)
+                done += 1
+                good = job.process.returncode == 0 and (job.folder / results.FILE).is_file()
+                if not good:
+                    failed.append(job)
+                state = "finished" if good else f"FAILED (exit status {job.process.returncode})"
+                print(f"[{done}/{total}] {job.name}: {state} in {time.monotonic() - job.began:.0f} s", flush=True)
+    finally:
+        stop(running)
+    return failed
+
+
+def stop(jobs: list[Job]) -> None:
+    """End the processes of all jobs, and what those started."""
+    for sign, patience in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, None)):
+        alive = [job for job in jobs if job.process.poll() is None]
+        for job in alive:
+            os.killpg(job.process.pid, sign)
+        deadline = time.monotonic() + (patience or 0)
+        while patience and time.monotonic() < deadline and any(job.process.poll() is None for job in alive):
+            time.sleep(0.05)
+    for job in jobs:
+        job.process.wait()
+
+
+def gather(sweep: Sweep, jobs: list[Job], path: Path) -> dict | None:
+    """One results.json of all finished runs; None if there are none."""
+    parts = [results.load(job.folder / results.FILE) for job in jobs if (job.folder / results.FILE).is_file()]
+    if not parts:
+        return None
+    order = list(sweep.methods)
+    merged = results.merge(sweep.experiment, parts, results.command_line())
+    merged["runs"].sort(key=lambda run: (order.index(run["method"]), run["seed"]))
+    results.write(path, merged)
+    return merged
+
+
+def end_on_signal(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="YAML file of the sweep")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each run")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="override common arguments")
+    parser.add_argument("--output_dir", help="override the file's output_dir")
+    parser.add_argument("--results", help="where the gathered results.json goes; default: in output_dir")
+    arguments = parser.parse_args(argv)
+    if arguments.jobs < 1 or arguments.threads < 1:
+        parser.error(f"--jobs and --threads must be at least 1, got {arguments.jobs} and {arguments.threads}")
+    sweep = read_sweep(arguments.config, arguments.set, arguments.output_dir)
+    jobs = make_jobs(sweep)
+    waiting = [job for job in jobs if not job.finished()]
+    print(f"{len(jobs)} runs, {len(jobs) - len(waiting)} of them finished before")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end_on_signal)
+    failed = run_jobs(waiting, arguments.jobs, arguments.threads, len(jobs))
+    path = Path(arguments.results or Path(sweep.output_dir) / results.FILE)
+    merged = gather(sweep, jobs, path)
+    if merged is not None:
+        names = list(merged["runs"][0]["metrics"])
+        shown = [name for name in names if all(name in run["metrics"] for run in merged["runs"])]
+        print(tables.method_table(merged, [name for name in shown if not is_detail(name, shown)]))
+        print(f"wrote {path}")
+    for job in failed:
+        print(f"\n{job.name} failed; the end of {job.log}:\n{job.tail()}")
+    return int(bool(failed))
+
+
+def is_detail(name: str, names: list[str]) -> bool:
+    """Whether a metric splits up another one, as accuracy_after_addition does accuracy_after."""
+    return any(name.startswith(f"{other}_") for other in names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_sparsecoding.reports import results
+from scripts import sweep
+from tests.training.character_model import forked
+
+
+# stands in for a training script; imports nothing, so that the sweep is what is tested
+SCRIPT = """
+import json, os, pathlib, sys, time
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+folder = pathlib.Path(arguments["--output_dir"])
+(folder / "starts").open("a").write("x")
+(folder / "threads").write_text(os.environ["OMP_NUM_THREADS"])
+if arguments.get("--fail") == arguments["--seed"]:
+    print("working", "\\r", "half way")
+    sys.exit("this seed cannot work")
+if "--sleep" in arguments:
+    (folder / "pid").write_text(str(os.getpid()))
+    time.sleep(float(arguments["--sleep"]))
+run = {"method": arguments["--method"], "seed": int(arguments["--seed"]), "trainable_parameters": 3, "samples": 5,
+       "settings": {}, "metrics": {"score": float(arguments["--value"]) + int(arguments["--seed"]), "score_detail": 1}}
+results = {"experiment": "x", "command": "python " + " ".join(sys.argv), "date": "2026-01-01", "machine": "m",
+           "versions": {"torch": "1"}, "runs": [run]}
+(folder / "results.json").write_text(json.dumps(results))
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Writes the sweep's file; the tests run in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def write(**changes):
+        values = {
+            "experiment": "toy",
+            "command": "script.py",
+            "output_dir": "out",
+            "common": {"value": 1},
+            "methods": {"a b": {}, "c": {"value": 2}},
+            "seeds": [0, 1],
+            **changes,
+        }
+        (tmp_path / "sweep.yaml").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+        return "sweep.yaml"
+
+    return write
+
+
+def test_all_runs_are_gathered(config, capsys):
+    assert sweep.main([config(), "--jobs", "2", "--set", "value=5", "--results", "cards/toy/results.json"]) == 0
+    gathered = results.load("cards/toy/results.json")
+    found = [(run["method"], run["seed"], run["metrics"]["score"]) for run in gathered["runs"]]
+    assert found == [("a b", 0, 5.0), ("a b", 1, 6.0), ("c", 0, 2.0), ("c", 1, 3.0)]
+    assert gathered["experiment"] == "toy"
+    assert "sweep.yaml --jobs 2" in gathered["command"] or "pytest" in gathered["command"]
+    assert "--seed 1" in gathered["runs"][1]["command"]
+    assert Path("out/a_b/seed-0/threads").read_text() == "1"
+    printed = capsys.readouterr().out
+    assert "[4/4]" in printed
+    assert "| a b    |         3 |     2 | 5.500 ± 0.707 |" in printed
+    assert "score_detail" not in printed
+
+
+def test_failures_are_listed_and_tried_again(config, capsys):
+    failing = config(methods={"a": {"fail": 1}, "c": {}})
+    assert sweep.main([failing, "--jobs", "2"]) == 1
+    printed = capsys.readouterr().out
+    assert "a seed 1: FAILED (exit status 1)" in printed
+    assert "this seed cannot work" in printed
+    assert "half way" in printed
+    assert len(results.load("out/results.json")["runs"]) == 3
+    assert sweep.main([failing]) == 1
+    assert "4 runs, 3 of them finished before" in capsys.readouterr().out
+    assert len(Path("out/a/seed-1/starts").read_text()) == 2
+    assert len(Path("out/c/seed-1/starts").read_text()) == 1
+
+
+def test_results_of_other_arguments_are_not_mixed_in(config):
+    sweep.main([config()])
+    with pytest.raises(ValueError, match=r"holds results of another command .*delete the folder or choose another"):
+        sweep.main([config(common={"value": 9})])
+    assert sweep.main([config(common={"value": 9}), "--output_dir", "other"]) == 0
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_the_children(config, sign):
+    path = config(common={"value": 1, "sleep": 120})
+    process = forked(lambda: sys.exit(sweep.main([path, "--jobs", "2"])))
+    files = [Path(f"out/{method}/seed-0/pid") for method in ("a_b", "c")]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = [int(file.read_text()) for file in files]
+    assert all(map(alive, children))
+    os.kill(process.pid, sign)
+    process.join(60)
+    assert process.exitcode == 128 + sign
+    assert not any(map(alive, children))
+    # nothing half-done counts as finished
+    assert not list(Path("out").glob("*/*/results.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": {}}, "unknown key 'method'; did you mean 'methods'"),
+        ({"seeds": None}, r"sweep\.yaml lacks seeds"),
+        ({"seeds": 3}, "seeds must be a list, got 3"),
+        ({"methods": {}}, "need at least one method and one seed"),
+        ({"command": "none.py"}, r"command 'none\.py' is no file"),
+    ],
+)
+def test_bad_files(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        sweep.main([config(**changes)])
+
+
+def test_bad_override(config):
+    with pytest.raises(ValueError, match="--set takes NAME=VALUE, got 'steps'"):
+        sweep.main([config(), "--set", "steps"])
+
+
+def test_published_sweep_is_valid(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    read = sweep.read_sweep("scripts/configs/smollm2_s_raven_text.yaml", [], None)
+    jobs = sweep.make_jobs(read)
+    assert len(jobs) == 27
+    assert all(Path(own["adapter_config"]).is_file() for own in read.methods.values())
