@@ -37,8 +37,8 @@ def install(model: PreTrainedModel) -> None:
         return
     if current not in NAMES:
         raise ValueError(
-            f"thresholded coefficients need the attention scores, which attn_implementation={current!r} does not show; "
-            'load the model with attn_implementation="sdpa" or "eager"'
+            f"thresholded coefficients need the attention scores, which attn_implementation={current!r} does not "
+            'show; load the model with attn_implementation="sdpa" or "eager"'
         )
     model.set_attn_implementation(NAMES[current])
 
@@ -51,11 +51,12 @@ def uninstall(model: PreTrainedModel) -> None:
 
 
 def check_installed(config) -> None:
-    """Raise RuntimeError if another attention function took the place of ours, which would drop the threshold unseen."""
+    """Raise RuntimeError if another attention function took the place of ours: it would drop the threshold unseen."""
     if config._attn_implementation not in NAMES.values():
         raise RuntimeError(
-            f"attn_implementation was set to {config._attn_implementation!r} after the adapter with thresholded coefficients "
-            f"was added, which would drop the threshold; call model.set_attn_implementation({NAMES['sdpa']!r})"
+            f"attn_implementation was set to {config._attn_implementation!r} after the adapter with thresholded "
+            "coefficients was added, which would drop the threshold; call "
+            f"model.set_attn_implementation({NAMES['sdpa']!r})"
         )
 
 
@@ -71,7 +72,7 @@ def thresholded_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, H, D] and coefficients [B, H, T, S]. Scores are float32: in bfloat16, rounding flips the threshold."""
+    """Outputs [B, T, H, D] and coefficients [B, H, T, S]. Scores are float32: bfloat16's rounding crosses xi."""
     groups = query.shape[1] // key.shape[1]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = query.to(wide) @ key.to(wide).repeat_interleave(groups, 1).mT * scaling  # [B, H, T, S]
@@ -89,8 +90,8 @@ def thresholded_attention(
 def _boolean_mask(mask: Tensor | None, scores: Tensor) -> Tensor | None:
     length, keys = scores.shape[-2:]
     if mask is None:
-        # transformers leaves the mask out where it is plainly causal, or where the one token is the last; a static cache has
-        # further, empty keys behind the first `length`
+        # transformers leaves the mask out where it is plainly causal, or where the one token is the last; a static
+        # cache has further, empty keys behind the first `length`
         if length == 1:
             return None
         return torch.ones(length, keys, dtype=torch.bool, device=scores.device).tril()
@@ -106,8 +107,8 @@ def _sparse_coding(original: str):
         for name in ("s_aux", "position_bias"):
             if kwargs.get(name) is not None:
                 raise ValueError(
-                    f"{type(module).__name__} passes {name} to its attention function, which thresholded coefficients do not "
-                    'know; use coefficients="base"'
+                    f"{type(module).__name__} passes {name} to its attention function, which thresholded coefficients "
+                    'do not know; use coefficients="base"'
                 )
         kind, threshold = thresholded
         scaling = kwargs.get("scaling")

@@ -30,9 +30,10 @@ class SparseCodingConfig(PeftConfig):
     Args:
         num_contexts (`int`, *optional*): K, contexts per token (paper: L-1). Default 3, or the number of `lags` where
             those are given. 0 only with `target_coefficient`: the adapter then rescales heads and transfers nothing.
-        contexts (`str`): which earlier tokens are the contexts of token t. "lags": token t - lags[i]. "segments": the text
-            is cut after each of `segment_token_ids`; context i is the token at the same offset of the i-th segment before.
-        lags (`list[int]`, *optional*): distances in tokens, distinct and >= 1. Default 1..K. Only with contexts="lags".
+        contexts (`str`): which earlier tokens are the contexts of token t. "lags": token t - lags[i]. "segments": the
+            text is cut after each of `segment_token_ids`; context i is the token at the same offset of the i-th
+            segment before.
+        lags (`list[int]`, *optional*): distances in tokens, distinct and >= 1; default 1..K. With contexts="lags".
         segment_token_ids (`list[int]`, *optional*): ids that end a segment, a newline for example. Only with
             contexts="segments"; without them every forward needs `segment_ids` [batch, length].
         per_head (`bool`): lambda per head and layer (H x K numbers per layer) or per layer (K; the paper's count).
@@ -41,8 +42,8 @@ class SparseCodingConfig(PeftConfig):
             "soft_threshold": prox_xi(S), for models trained with it.
         threshold (`float`): initial xi >= 0, per head.
         train_threshold (`bool`): train xi; needs coefficients other than "base".
-        target_modules (`list[str] | str`, *optional*): names (or a regex) of the *attention modules* to adapt. Default:
-            those of the model's architecture, "self_attn" for the Llama family.
+        target_modules (`list[str] | str`, *optional*): names (or a regex) of the *attention modules* to adapt.
+            Default: those of the model's architecture, "self_attn" for the Llama family.
         exclude_modules (`list[str] | str`, *optional*): names (or a regex) of modules to leave out.
         layers_to_transform (`list[int] | int`, *optional*): indices of the layers to adapt. Default: all.
         layers_pattern (`list[str] | str`, *optional*): name of the layer list, if it is not a common one.
@@ -82,14 +83,15 @@ class SparseCodingConfig(PeftConfig):
         if self.lags is not None:
             if self.contexts != "lags":
                 raise ValueError(f"lags={self.lags} have no use with contexts={self.contexts!r}; drop one of them")
-            self.lags = [_check_int("lags", lag, minimum=1) for lag in self.lags]
+            self.lags = _check_ints("lags", self.lags, minimum=1)
             if len(set(self.lags)) < len(self.lags):
                 raise ValueError(f"lags must be distinct, got {self.lags}")
             if self.num_contexts is None:
                 self.num_contexts = len(self.lags)
             elif self.num_contexts != len(self.lags):
                 raise ValueError(
-                    f"num_contexts={self.num_contexts} does not match the {len(self.lags)} lags {self.lags}; drop num_contexts"
+                    f"num_contexts={self.num_contexts} does not match the {len(self.lags)} lags {self.lags}; "
+                    "drop num_contexts"
                 )
         if self.num_contexts is None:
             self.num_contexts = 3
@@ -106,7 +108,7 @@ class SparseCodingConfig(PeftConfig):
                 )
             if not self.segment_token_ids:
                 raise ValueError("segment_token_ids must name at least one token id, got []")
-            self.segment_token_ids = [_check_int("segment_token_ids", i, 0) for i in self.segment_token_ids]
+            self.segment_token_ids = _check_ints("segment_token_ids", self.segment_token_ids, minimum=0)
 
     def _check_threshold(self) -> None:
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float):
@@ -117,14 +119,15 @@ class SparseCodingConfig(PeftConfig):
         if self.coefficients == "base" and (self.threshold or self.train_threshold):
             given = f"threshold={self.threshold}" if self.threshold else "train_threshold=True"
             raise ValueError(
-                f'{given} has no use with coefficients="base"; set coefficients="thresholded_softmax" or "soft_threshold"'
+                f'{given} has no use with coefficients="base"; '
+                'set coefficients="thresholded_softmax" or "soft_threshold"'
             )
 
     def _check_targets(self) -> None:
         if self.target_modules == "all-linear":
             raise ValueError(
-                'target_modules="all-linear" is not possible: SparseCoding adapts attention modules such as "self_attn", '
-                "not linear layers. Leave target_modules out to take the architecture's default."
+                'target_modules="all-linear" is not possible: SparseCoding adapts attention modules such as '
+                '"self_attn", not linear layers. Leave target_modules out to take the architecture\'s default.'
             )
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
@@ -139,7 +142,7 @@ class SparseCodingConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any):
-        """Read `adapter_config.json`, after checking that the weights beside it (if the folder is local) can be loaded.
+        """Read `adapter_config.json`, after checking that the weights beside it (in a local folder) can be loaded.
 
         Raises:
             ValueError: if the weights are a pickle (`.bin`), truncated or corrupt.
@@ -151,7 +154,7 @@ class SparseCodingConfig(PeftConfig):
 
 
 def check_weights(folder: str) -> None:
-    """Raise ValueError if the adapter's weights in `folder` are a pickle, truncated or corrupt. No weights: nothing to check."""
+    """Raise ValueError if the adapter's weights in `folder` are a pickle, truncated or corrupt."""
     path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
     pickled = os.path.join(folder, WEIGHTS_NAME)
     if os.path.exists(path):
@@ -173,6 +176,12 @@ def check_weights(folder: str) -> None:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def _check_ints(name: str, values: Any, minimum: int) -> list[int]:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} must be a list of whole numbers, got {values!r}")
+    return [_check_int(name, value, minimum) for value in values]
 
 
 def _check_int(name: str, value: Any, minimum: int, cure: str = "") -> int:

@@ -1,9 +1,9 @@
 """Which earlier token is context i of token t, under padding, packing and decoding.
 
-One rule keeps padding and documents apart: the *age* of a token is the number of tokens of its own document before it, and
-no context lies further back than that. Ages and segment distances are the same for all layers; they are computed once per
-forward by a hook on the decoder and travel to the attention modules in its keyword arguments, so that a layer recomputed
-under gradient checkpointing sees those of its own forward.
+One rule keeps padding and documents apart: the *age* of a token is the number of tokens of its own document before it,
+and no context lies further back than that. Ages and segment distances are the same for all layers; they are computed
+once per forward by a hook on the decoder and travel to the attention modules in its keyword arguments, so that a layer
+recomputed under gradient checkpointing sees those of its own forward.
 
 B batch, T new tokens, P past tokens, K contexts.
 """
@@ -90,7 +90,7 @@ class ContextHook:
         contexts = {"age": age, "distances": {}, "segments": {}}
         for spec in self.specs.values():
             key = spec.marks_key
-            marks = None if key is None else _marks(spec, given.get("input_ids"), segment_ids)
+            marks = None if key is None else _marks(spec, given.get("input_ids"), segment_ids, inputs.shape[:2])
             if marks is None:  # a layer that needs them says so
                 continue
             if age is None:
@@ -115,14 +115,14 @@ def document_age(
     position_ids: Tensor | None,
     device: torch.device,
 ) -> Int[Tensor, "b T"] | None:
-    """Number of tokens of the same document before each of the `length` new tokens; negative for left padding.
+    """Number of tokens of the same document before each of the `length` new tokens; negative for padding.
 
-    None where it is simply 0..length-1. Masks that are not 2D (prepared ones) carry no padding of their own: generation
-    passes position ids that count the tokens after the padding.
+    None where it is simply 0..length-1. Masks that are not 2D (prepared ones) carry no padding of their own:
+    generation passes position ids that count the tokens after the padding.
     """
     ages = []
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-        ages.append((attention_mask.long().cumsum(-1) - 1)[:, -length:].to(device))
+        ages.append(_age_of_mask(attention_mask.to(device))[:, -length:])
     if position_ids is not None and position_ids.ndim == 2:
         ages.append(_age_of_positions(position_ids.to(device), past))
     if not ages:
@@ -130,6 +130,12 @@ def document_age(
             return None
         ages.append((torch.arange(length, device=device) + past)[None])
     return ages[0] if len(ages) == 1 else torch.minimum(ages[0], ages[1])
+
+
+def _age_of_mask(mask: Int[Tensor, "b S"]) -> Int[Tensor, "b S"]:
+    """Number of tokens since the last padding, -1 for padding itself: no context lies in or beyond it."""
+    index = torch.arange(mask.shape[1], device=mask.device)
+    return index - torch.where(mask == 0, index, -1).cummax(-1).values - 1
 
 
 def _age_of_positions(positions: Int[Tensor, "b T"], past: int | Tensor) -> Int[Tensor, "b T"]:
@@ -145,9 +151,16 @@ def _age_of_positions(positions: Int[Tensor, "b T"], past: int | Tensor) -> Int[
     return torch.where(begin == 0, positions, age)
 
 
-def _marks(spec: ContextSpec, input_ids: Tensor | None, segment_ids: Tensor | None) -> Int[Tensor, "B T"] | None:
+def _marks(
+    spec: ContextSpec, input_ids: Tensor | None, segment_ids: Tensor | None, shape: torch.Size
+) -> Int[Tensor, "B T"] | None:
     """Per token what decides where segments begin: 1 for a token that ends one, or the given segment's id."""
     if spec.segment_token_ids is None:
+        if segment_ids is not None and segment_ids.shape != shape:
+            raise ValueError(
+                f"segment_ids must have the shape of the tokens given with them, {list(shape)}, "
+                f"got {list(segment_ids.shape)}"
+            )
         return segment_ids
     if input_ids is None:
         return None

@@ -72,7 +72,8 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         self._disable_adapters = False
         self._active_adapter = adapter_name
         self._call: tuple | None = None
-        self._projection_hook = None
+        self._projection_hook = self._projection_hook_id = None
+        self._hook_projection()
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: SparseCodingConfig) -> None:
@@ -105,10 +106,22 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         return getattr(hook, "execution_device", None) or device, dtype
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        raise NotImplementedError(MERGE_REFUSED)
+        """Nothing: another PEFT method in the model is being merged. SparseCodingModel refuses its own merging."""
 
     def unmerge(self) -> None:
-        raise NotImplementedError(MERGE_REFUSED)
+        """As `merge`."""
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> SparseCodingAttention:
+        """Unload other PEFT methods from the attention module, where peft does not look for them; this one stays."""
+        for parent in list(self.base_layer.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, BaseTunerLayer):
+                    if merge:
+                        child.merge(safe_merge=safe_merge, adapter_names=adapter_names)
+                    setattr(parent, name, child.get_base_layer())
+        return self
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         return False
@@ -117,26 +130,32 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         """Detach from the output projection; the base layer is then as it was."""
         if self._projection_hook is not None:
             self._projection_hook.remove()
-            self._projection_hook = None
+            self._projection_hook = self._projection_hook_id = None
 
     def forward(self, *args: Any, **kwargs: Any):
         adapter_names = kwargs.pop("adapter_names", None)
         contexts = kwargs.pop(CONTEXTS_KEY, None)
-        shares = {} if self.disable_adapters else self._row_shares(adapter_names)
+        # of the input, not of the weights: offloaded ones lie on "meta"
+        device = (args[0] if args else kwargs["hidden_states"]).device
+        shares = {} if self.disable_adapters else self._row_shares(adapter_names, device)
         if not shares:
             return self.base_layer(*args, **kwargs)
         if contexts is None:
             raise RuntimeError(
-                "SparseCoding: the attention module was called without its decoder, which tells it the contexts of each token"
+                f"SparseCoding: {type(self.base_layer).__name__} was not told the contexts of its tokens. Either it "
+                "was called without its decoder, or the decoder does not pass keyword arguments on to it and cannot be "
+                "adapted"
             )
         if kwargs.get("cache") is not None:
             raise RuntimeError("SparseCoding does not support paged caches (continuous batching); use generate()")
-        threshold = self._threshold(shares)
+        threshold = self._threshold(shares, device)
         if threshold is not None:
             check_installed(self.base_layer.config)
             kwargs[THRESHOLD_KEY] = threshold
         self._hook_projection()
-        self._call = (shares, contexts, kwargs.get("past_key_values"))
+        # by type: some families have another name for past_key_values
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+        self._call = (shares, contexts, cache)
         try:
             return self.base_layer(*args, **kwargs)
         finally:
@@ -144,23 +163,23 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
 
     def _hook_projection(self) -> None:
         projection = output_projection(self.base_layer)
-        # another adapter may have wrapped, or merged and unwrapped, the projection since
-        if self._projection_hook is None or self._projection_hook.id not in projection._forward_pre_hooks:
+        # another adapter may have wrapped, or merged and unwrapped, the projection. By id: dynamo knows no handles
+        if self._projection_hook_id not in projection._forward_pre_hooks:
             self.remove_hook()
             self._projection_hook = projection.register_forward_pre_hook(self._lift)
+            self._projection_hook_id = self._projection_hook.id
 
-    def _row_shares(self, adapter_names: list[str] | None) -> dict[str, Tensor | None]:
+    def _row_shares(self, adapter_names: list[str] | None, device: torch.device) -> dict[str, Tensor | None]:
         """Adapters at work in this call, each with the rows of the batch [B] that it applies to (None: all)."""
         if adapter_names is None:
             return {name: None for name in self.active_adapters if name in self.context_specs}
-        device = next(iter(self.parameters())).device
         return {
             name: torch.tensor([row == name for row in adapter_names], device=device)
             for name in dict.fromkeys(adapter_names)
             if name in self.context_specs
         }
 
-    def _threshold(self, shares: dict[str, Tensor | None]) -> tuple[str, Tensor] | None:
+    def _threshold(self, shares: dict[str, Tensor | None], device: torch.device) -> tuple[str, Tensor] | None:
         names = [name for name in shares if name in self.thresholds]
         if not names:
             return None
@@ -168,8 +187,8 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         everywhere = len(shares) == 1 and (shares[names[0]] is None or bool(shares[names[0]].all()))
         if len(kinds) > 1 or ("soft_threshold" in kinds and not everywhere):
             raise ValueError(
-                f"adapters with coefficients {sorted(kinds)} cannot be mixed with others in one call ({', '.join(shares)}); "
-                "use them one at a time"
+                f"adapters with coefficients {sorted(kinds)} cannot be mixed with others in one call "
+                f"({', '.join(shares)}); use them one at a time"
             )
         if len(names) > 1 and any(shares[name] is None for name in names):
             raise ValueError(f"only one active adapter may threshold the coefficients, got {', '.join(names)}")
@@ -178,7 +197,6 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
             if name in self.sparsecoding_threshold:
                 xi = self.sparsecoding_threshold[name]()[None]  # [1, H]
             else:
-                device = output_projection(self.base_layer).weight.device
                 xi = torch.full((1, self.num_heads), self.thresholds[name][1], device=device)
             total = total + (xi if shares[name] is None else xi * shares[name][:, None])
         return kinds.pop(), total
@@ -191,8 +209,8 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         flat = args[0]
         if flat.shape[-1] % self.num_heads:
             raise ValueError(
-                f"SparseCoding: got {flat.shape[-1]} attention outputs for {self.num_heads} heads; tensor parallelism is not "
-                "supported"
+                f"SparseCoding: got {flat.shape[-1]} attention outputs for {self.num_heads} heads; tensor parallelism "
+                "is not supported"
             )
         outputs = flat.view(*flat.shape[:-1], self.num_heads, -1)  # [B, T, H, D]
         return (self._transfer(outputs, shares, contexts, cache).view(flat.shape), *args[1:])
@@ -213,6 +231,8 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         )
         for name, spec in specs.items():
             if spec.marks_key is not None:
+                if history is not None:
+                    history.check_segments(spec.marks_key)
                 rows = self._segment_rows(contexts, spec, outputs.shape[1], past)
                 weight = _for_rows(self.sparsecoding_lambda[name]()[None], shares[name])
                 lifted = lifted + context_sum(outputs, weight, rows, history=past)
@@ -253,7 +273,8 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
                 + (
                     "pass segment_ids [batch, length] to the forward, or set segment_token_ids in the config"
                     if spec.segment_token_ids is None
-                    else "segment_token_ids need input_ids; with inputs_embeds use a config without them and pass segment_ids"
+                    else "segment_token_ids need input_ids; with inputs_embeds use a config without them and pass "
+                    "segment_ids"
                 )
             )
         distances = distances[..., : spec.num_contexts]
@@ -274,12 +295,6 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         return "sparsecoding." + super().__repr__()
 
 
-MERGE_REFUSED = (
-    "a SparseCoding adapter cannot be merged: it moves attention outputs between tokens, which no change of a weight matrix "
-    "can do. Keep the adapter, or call unload() to get the base model back."
-)
-
-
 def output_projection(attention: nn.Module) -> nn.Module | None:
     return next((getattr(attention, name) for name in OUTPUT_PROJECTIONS if hasattr(attention, name)), None)
 
@@ -290,16 +305,16 @@ def check_attention(module: nn.Module) -> int:
     projection = output_projection(module)
     if projection is None:
         raise ValueError(
-            f"target_modules must name attention modules such as 'self_attn', got a {kind} without an output projection "
-            f"({', '.join(OUTPUT_PROJECTIONS)})"
+            f"target_modules must name attention modules such as 'self_attn', got a {kind} without an output "
+            f"projection ({', '.join(OUTPUT_PROJECTIONS)})"
         )
     heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
     if heads is None or not hasattr(module, "layer_idx"):
         raise ValueError(f"{kind} cannot be adapted: it has no config.num_attention_heads and layer_idx")
     if getattr(module, "is_kv_shared_layer", False):
         raise ValueError(
-            f"{kind} {module.layer_idx} shares another layer's keys and values and cannot be adapted; leave it out with "
-            "layers_to_transform or exclude_modules"
+            f"{kind} {module.layer_idx} shares another layer's keys and values and cannot be adapted; leave it out "
+            "with layers_to_transform or exclude_modules"
         )
     width = getattr(projection, "in_features", None)
     if width is None or width % heads:
@@ -310,8 +325,8 @@ def check_attention(module: nn.Module) -> int:
         gates.append("q_proj")  # twice as wide: half of it is a gate
     if gates:
         raise ValueError(
-            f"{kind} cannot be adapted: it changes the attention outputs ({', '.join(gates)}) before the output projection, "
-            "where coefficients can no longer be transferred"
+            f"{kind} cannot be adapted: it changes the attention outputs ({', '.join(gates)}) before the output "
+            "projection, where coefficients can no longer be transferred"
         )
     return heads
 

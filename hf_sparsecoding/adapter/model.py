@@ -15,12 +15,24 @@ from transformers import PreTrainedModel
 from . import attention_function
 from .config import SparseCodingConfig
 from .contexts import ContextHook
-from .layer import MERGE_REFUSED, SparseCodingAttention
+from .layer import SparseCodingAttention
 from .registration import PREFIX
 
 
+MERGE_REFUSED = (
+    "a SparseCoding adapter cannot be merged: it moves attention outputs between tokens, which no change of a weight "
+    "matrix can do. Keep the adapter, or call unload() to get the base model back."
+)
+
+
 class SparseCodingModel(BaseTuner):
-    """Adds SPARSECODING adapters to a transformers decoder. Use it through `peft.get_peft_model`."""
+    """Adds SPARSECODING adapters to a transformers decoder. Use it through `peft.get_peft_model`.
+
+    Beside LoRA: add the LoRA first (`model.add_adapter`), then `get_peft_model`. peft does not look into a module that
+    is adapted already: a LoRA that comes second finds no projections in the attention ("Target modules not found") or
+    takes only its targets elsewhere. Before the LoRA is saved, call `unload()`: its keys would name this method's
+    modules.
+    """
 
     prefix = PREFIX
     tuner_layer_cls = SparseCodingAttention
@@ -53,25 +65,33 @@ class SparseCodingModel(BaseTuner):
             new_module = SparseCodingAttention(target, adapter_name, peft_config, _context_hook(decoder))
             if adapter_name not in self.active_adapters:
                 new_module.requires_grad_(False)
-            self._replace_module(parent, target_name, new_module, target)
+            setattr(parent, target_name, new_module)
         if peft_config.coefficients != "base":
             attention_function.install(_decoder_of(self.model, current_key))
 
-    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        # peft's own moves `.weight` and `.bias`, which an attention module does not have
-        if isinstance(child, SparseCodingAttention):
-            child.remove_hook()
-        setattr(parent, child_name, new_module)
-
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
-        model = super()._unload_and_optionally_merge(merge, *args, **kwargs)
-        for module in self.model.modules():
-            for key, hook in list(module._forward_pre_hooks.items()):
+        if merge:
+            self._check_merge_allowed()
+        # peft's own would take the other methods in the model off too, but only those outside of the attention modules
+        for parent in list(self.model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, SparseCodingAttention):
+                    child.remove_hook()
+                    setattr(parent, name, child.base_layer)
+                elif isinstance(child, AuxiliaryTrainingWrapper):
+                    setattr(parent, name, child.unload_and_optionally_merge_module(False, False, None))
+            for key, hook in list(parent._forward_pre_hooks.items()):
                 if isinstance(hook, ContextHook):
-                    del module._forward_pre_hooks[key]
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
-                    attention_function.uninstall(module)
-        return model
+                    del parent._forward_pre_hooks[key]
+                    parent._forward_pre_hooks_with_kwargs.pop(key, None)
+                    attention_function.uninstall(parent)
+        if hasattr(self.model, "peft_config"):
+            others = {k: v for k, v in self.peft_config.items() if not isinstance(v, SparseCodingConfig)}
+            if others:
+                self.model.peft_config = others
+            else:
+                del self.model.peft_config
+        return self.model
 
     def _check_merge_allowed(self) -> None:
         raise NotImplementedError(MERGE_REFUSED)
@@ -88,17 +108,19 @@ class SparseCodingModel(BaseTuner):
         unknown = sorted(set(adapter_names) - set(self.peft_config) - {"__base__"})
         if unknown:
             raise ValueError(
-                f"adapter_names has unknown adapters {', '.join(unknown)}; known are {', '.join(self.peft_config)} and __base__"
+                f"adapter_names has unknown adapters {', '.join(unknown)}; known are {', '.join(self.peft_config)} "
+                "and __base__"
             )
-        inputs = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+        given = (*(kwargs.get(name) for name in ("input_ids", "inputs_embeds", "inputs")), *args[:1])
+        inputs = next((value for value in given if value is not None), None)
         if inputs is not None and len(inputs) != len(adapter_names):
             raise ValueError(
                 f"adapter_names must have one name per row: got {len(adapter_names)} for {len(inputs)} rows"
             )
-        beams = kwargs.get("num_beams") or 1
-        names = [name for name in adapter_names for _ in range(beams)]
         handles = [
-            module.register_forward_pre_hook(partial(_pass_adapter_names, adapter_names=names), with_kwargs=True)
+            module.register_forward_pre_hook(
+                partial(_pass_adapter_names, adapter_names=adapter_names), with_kwargs=True
+            )
             for module in self.modules()
             if isinstance(module, SparseCodingAttention | AuxiliaryTrainingWrapper)
         ]
@@ -117,14 +139,17 @@ class SparseCodingModel(BaseTuner):
         for key, saved in remapped.items():
             if PREFIX in key and key in own and own[key].shape != saved.shape:
                 raise ValueError(
-                    f"the adapter does not fit the model: {key} was saved with shape {list(saved.shape)}, the model has "
-                    f"{list(own[key].shape)} (the first number is the attention heads). Load it on the model it was trained on"
+                    f"the adapter does not fit the model: {key} was saved with shape {list(saved.shape)}, the model "
+                    f"has {list(own[key].shape)} (the first number is the attention heads). Load it on the model it "
+                    "was trained on"
                 )
         return remapped
 
 
 def _pass_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]) -> tuple[tuple, dict]:
-    return args, {**kwargs, "adapter_names": adapter_names}
+    batch = len(args[0] if args else kwargs["hidden_states"])
+    copies = batch // len(adapter_names)  # generation puts a row's beams, or returned sequences, side by side
+    return args, {**kwargs, "adapter_names": [name for name in adapter_names for _ in range(copies)]}
 
 
 def _decoder_of(model: nn.Module, key: str) -> PreTrainedModel:
@@ -135,8 +160,8 @@ def _decoder_of(model: nn.Module, key: str) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             if not module._supports_attention_backend:
                 raise ValueError(
-                    f"{type(module).__name__} cannot be adapted: it does not pass keyword arguments on to its attention "
-                    "modules (transformers marks it as without attention backends)"
+                    f"{type(module).__name__} cannot be adapted: it does not pass keyword arguments on to its "
+                    "attention modules (transformers marks it as without attention backends)"
                 )
             return module
     raise ValueError(f"SparseCoding adapts transformers models; {type(model).__name__} around {key} is none")

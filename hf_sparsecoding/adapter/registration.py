@@ -1,8 +1,8 @@
 """Makes SPARSECODING known to peft, from outside.
 
-peft's `register_peft_method` accepts only members of its own closed enum, so the three mappings that it fills are filled
-here. peft looks a method up by the string in `adapter_config.json`: a str-Enum whose member's name equals its value is
-found by that string and by the member alike.
+peft's `register_peft_method` accepts only members of its own closed enum, so the three mappings that it fills are
+filled here. peft looks a method up by the string in `adapter_config.json`: a str-Enum whose member's name equals its
+value is found by that string and by the member alike.
 """
 
 from enum import Enum

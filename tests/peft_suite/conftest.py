@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 
@@ -52,7 +51,6 @@ LEFT_OUT = (
 )
 
 OUTCOME = pytest.StashKey[dict[str, int]]()
-MODELS = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
 def peft_source() -> Path:
@@ -67,8 +65,7 @@ def peft_source() -> Path:
         if subprocess.run(pip).returncode:
             raise pytest.UsageError(f"pip could not download the source of peft {PEFT_VERSION}; see its message above")
         (archive,) = partial.glob("peft-*.tar.gz")
-        with tarfile.open(archive) as source:
-            source.extractall(partial, filter="data")
+        shutil.unpack_archive(archive, partial)
         archive.unlink()
         (unpacked,) = partial.iterdir()
         (unpacked / "tests").rename(partial / "peft_tests")
@@ -84,16 +81,13 @@ def pytest_configure(config):
     pytest.register_assert_rewrite("peft_tests")
     from peft_tests import test_decoder_models as suite
 
-    config.stash[MODELS] = tempfile.TemporaryDirectory()
-    models = [Path(config.stash[MODELS].name) / f"tiny-random-{family}" for family in FAMILIES]
-    for family, folder in zip(FAMILIES, models, strict=True):
-        tiny_model(family).save_pretrained(folder)
+    folder = tempfile.TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    models = [Path(folder.name) / f"tiny-random-{family}" for family in FAMILIES]
+    for family, path in zip(FAMILIES, models, strict=True):
+        tiny_model(family).save_pretrained(path)
     suite.PEFT_DECODER_MODELS_TO_TEST[:] = map(str, models)
     suite.ALL_CONFIGS[:] = [(SparseCodingConfig, {**TASK, **kwargs}) for kwargs in CONFIGS.values()]
-
-
-def pytest_unconfigure(config):
-    config.stash[MODELS].cleanup()
 
 
 def pytest_make_parametrize_id(config, val, argname):
