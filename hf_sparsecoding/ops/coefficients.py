@@ -2,10 +2,10 @@
 
 B batch, H heads, T queries, S keys.
 
-Every function takes scores [..., T, S] and a boolean mask broadcastable to them (True: the key may be used) and returns
-coefficients of the scores' shape and dtype that are exactly zero where the mask is False. A row without any allowed key
-is all zeros. Masks are boolean only: adding a large negative number to a score is right for softmax and wrong for every
-proximal operator, whose coefficient grows with |S|.
+Every function takes scores [..., T, S] and a boolean mask broadcastable to them (True: the key may be used) and
+returns coefficients of the scores' shape and dtype that are exactly zero where the mask is False. A row without any
+allowed key is all zeros. Masks are boolean only: adding a large negative number to a score is right for softmax and
+wrong for every proximal operator, whose coefficient grows with |S|.
 """
 
 import torch
@@ -21,27 +21,24 @@ Threshold = float | Float[Tensor, "..."]
 def prox(values: Float[Tensor, "..."], threshold: Threshold) -> Float[Tensor, "..."]:
     """Proximal operator of `threshold * ||.||_1`: `sign(v) * max(|v| - threshold, 0)`, elementwise.
 
+    Where the result is zero so are the gradients, at `|v| = threshold` too.
+
     Args:
         values: any shape.
         threshold: xi >= 0, a number or a tensor that broadcasts to `values`.
 
     Source: arXiv 2511.20194, sec. 3; Parikh & Boyd 2014, 6.5.2.
     """
-    # v - clamp(v, -xi, xi) is the same function in one pass fewer and without the product's extra saved tensor
     if not isinstance(threshold, Tensor):
-        return values - values.clamp(-threshold, threshold)
+        return torch.nn.functional.softshrink(values, threshold)
     threshold = threshold.to(values.dtype)
-    return values - torch.minimum(torch.maximum(values, -threshold), threshold)
+    # not with minimum and maximum: these split the gradient where |v| = xi, as at every masked zero when xi is 0
+    return torch.where(values.abs() > threshold, values - values.sign() * threshold, 0)
 
 
 def softmax(scores: Scores, mask: Mask = None) -> Scores:
     """Row-wise softmax in float32 (float64 stays float64): dense coefficients that sum to one."""
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    if mask is None:
-        return wide.softmax(-1).to(scores.dtype)
-    wide = wide.masked_fill(~mask, torch.finfo(wide.dtype).min)
-    # a fully masked row would come out uniform: zero it
-    return wide.softmax(-1).masked_fill(~mask, 0).to(scores.dtype)
+    return _wide_softmax(scores, mask).to(scores.dtype)
 
 
 def soft_threshold(scores: Scores, threshold: Threshold, mask: Mask = None) -> Scores:
@@ -50,8 +47,9 @@ def soft_threshold(scores: Scores, threshold: Threshold, mask: Mask = None) -> S
 
 
 def thresholded_softmax(scores: Scores, threshold: Threshold, mask: Mask = None) -> Scores:
-    """`prox_xi(softmax(S))`: softmax coefficients below xi become exactly zero; the rest shrink by xi, not renormalised."""
-    return prox(softmax(scores, mask), threshold)
+    """`prox_xi(softmax(S))`: coefficients below xi become exactly zero; the rest shrink by xi, not renormalised."""
+    # thresholded before it is rounded to the scores' dtype: rounding first would flip coefficients near xi
+    return prox(_wide_softmax(scores, mask), threshold).to(scores.dtype)
 
 
 def top_k(scores: Scores, k: int, mask: Mask = None) -> Scores:
@@ -76,6 +74,15 @@ def relu(scores: Scores, mask: Mask = None) -> Scores:
 def linear(scores: Scores, mask: Mask = None) -> Scores:
     """`S` itself: linear attention."""
     return _masked(scores, mask)
+
+
+def _wide_softmax(scores: Scores, mask: Mask) -> Scores:
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    if mask is None:
+        return wide.softmax(-1)
+    wide = wide.masked_fill(~mask, torch.finfo(wide.dtype).min)
+    # a fully masked row would come out uniform: zero it
+    return wide.softmax(-1).masked_fill(~mask, 0)
 
 
 def _masked(coefficients: Scores, mask: Mask) -> Scores:

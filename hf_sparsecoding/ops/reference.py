@@ -1,7 +1,9 @@
-"""The textbook form of every operation: explicit coefficients, explicit loops, nothing optimised. The oracle of the tests.
+"""The textbook form of every operation: explicit coefficients and loops, nothing optimised. The oracle of the tests.
 
-B batch, H heads, T queries, S keys, D head dim, K contexts (paper: L-1).
+B batch, H heads, T queries, S keys, N past and new tokens, D head dim, K contexts (paper: L-1).
 """
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -36,20 +38,25 @@ def _row(kind: str, row: Tensor, xi: Tensor, k: int | None) -> Tensor:
     if kind == "linear":
         return row
     if kind == "relu":
-        return row.clamp(min=0)
+        return torch.where(row > 0, row, 0)
     if kind == "soft_threshold":
-        return row.sign() * (row.abs() - xi).clamp(min=0)
+        return _prox_row(row, xi)
     if kind == "top_k":
         kept = row.argsort(descending=True)[:k]
         weights = (row[kept] - row[kept].max()).exp()
         return torch.zeros_like(row).index_put((kept,), weights / weights.sum())
     weights = (row - row.max()).exp()
     weights = weights / weights.sum()
-    return weights if kind == "softmax" else weights.sign() * (weights.abs() - xi).clamp(min=0)
+    return weights if kind == "softmax" else _prox_row(weights, xi)
 
 
-def context_rows(length: int, lags: list[int], age: Tensor | None, past: int = 0) -> Int[Tensor, "B T K"]:
-    """Row of `[past rows; the T new ones]` that is context i of token t, or -1: token t - lags[i] if that is in the document."""
+def _prox_row(row: Tensor, xi: Tensor) -> Tensor:
+    # as `prox`, with gradients: zero where the value is zero, at |v| = xi too
+    return torch.where(row.abs() > xi, row.sign() * (row.abs() - xi), 0)
+
+
+def context_rows(length: int, lags: Sequence[int], age: Tensor | None, past: int = 0) -> Int[Tensor, "B T K"]:
+    """Row of `[past rows; the T new ones]` that is context i of token t: t - lags[i] if in the document, else -1."""
     batch = 1 if age is None else age.shape[0]
     rows = torch.full((batch, length, len(lags)), -1)
     for b in range(batch):
@@ -61,7 +68,7 @@ def context_rows(length: int, lags: list[int], age: Tensor | None, past: int = 0
     return rows
 
 
-def segment_rows(labels: list[int], ages: list[int], num_contexts: int) -> Int[Tensor, "T K"]:
+def segment_rows(labels: Sequence[int], ages: Sequence[int], num_contexts: int) -> Int[Tensor, "T K"]:
     """For one sequence: the token at the same offset of the i-th segment before, or -1.
 
     `labels[t]` names the segment of token t; a new segment starts where the label changes or the age is 0.
@@ -81,14 +88,14 @@ def segment_rows(labels: list[int], ages: list[int], num_contexts: int) -> Int[T
 
 
 def transfer(
-    alpha: Float[Tensor, "B H T S"],
-    psi: Float[Tensor, "B H S D"],
+    alpha: Float[Tensor, "B H N N"],
+    psi: Float[Tensor, "B H N D"],
     weight: Float[Tensor, "b h K"],
-    rows: Int[Tensor, "b T K"],
-    target: Float[Tensor, "b h"] | None = None,
+    rows: Int[Tensor, "r T K"],
+    target: Float[Tensor, "c g"] | None = None,
     past: int = 0,
 ) -> Float[Tensor, "B T H D"]:
-    """`alpha_t <- (1 + lambda_0) alpha_t + sum_i lambda_i alpha_{context_i(t)}`, then `alpha psi`, for the tokens after `past`.
+    """`alpha_t <- (1 + lambda_0) alpha_t + sum_i lambda_i alpha_{context_i(t)}`, then `alpha psi`, after `past`.
 
     alpha holds the coefficients of all `past + T` tokens. Source: arXiv 2511.20194, lifting scheme.
     """

@@ -8,7 +8,7 @@ B batch, H heads, T new tokens, P past tokens, D head dim, K contexts (paper: L-
 Source: arXiv 2511.20194, lifting scheme.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-# elements of one time block: small enough that a block's operands stay in a core's L2 cache over all lags
-BLOCK_ELEMENTS = 1 << 16
+# Elements of one time block. On a CPU its operands stay in the last-level cache over all lags, and smaller ones cost
+# more in calls than they save. A GPU wants few and large kernels.
+BLOCK_ELEMENTS = 1 << 19
+GPU_BLOCK_ELEMENTS = 1 << 25
 
 
 def transfer_lags(
@@ -33,17 +35,22 @@ def transfer_lags(
 
     Args:
         outputs: attention outputs of the new tokens, one row per head.
-        weight: lambda, per head (h = H) or shared (h = 1), per row of the batch (b = B) or shared (b = 1). None: no contexts.
+        weight: lambda, per head (h = H) or shared (h = 1), per row of the batch (b = B) or shared (b = 1). None: no
+            contexts.
         lags: K distances in tokens, each >= 1.
         target: lambda_0 on the token's own coefficients. None: absent.
         age: number of tokens of the same document before each token; lag i is used where age >= lags[i].
             None: the rows are one document each that starts with the first row of `[history; outputs]`.
-        history: outputs of the tokens just before, oldest first (decoding). A lag that reaches beyond it counts as no context.
+        history: outputs of the tokens just before, oldest first (decoding). A lag that reaches beyond it counts as no
+            context.
     """
+    if weight is None and target is None:
+        return outputs
     full = outputs if history is None else torch.cat([history, outputs], 1)
     if torch.compiler.is_compiling():  # the compiler fuses this chain by itself
         return _transfer_lags_composed(full, outputs, weight, lags, target, age)
-    return _TransferLags.apply(full, weight, target, age, tuple(lags), outputs.shape[1])
+    lags = () if weight is None else tuple(lags)
+    return _TransferLags.apply(full, weight, target, age, lags, outputs.shape[1])
 
 
 def transfer(
@@ -74,46 +81,61 @@ def context_sum(
 ) -> Float[Tensor, "B T H D"]:
     """The transferred part alone, `sum_i lambda_i O_{rows[t, i]}`; arguments as in `transfer`."""
     full = outputs if history is None else torch.cat([history, outputs], 1)
-    batch, total, heads, dim = full.shape
-    flat = full.reshape(batch * total, heads, dim)
-    first = torch.arange(batch, device=rows.device)[:, None] * total
-    weight = weight.to(outputs.dtype)
-    terms = []
-    for i in range(weight.shape[-1]):
-        row = rows[..., i]
-        context = flat.index_select(0, (first + row.clamp(min=0)).flatten()).view(outputs.shape)
-        share = weight[:, None, :, i] * (row >= 0)[..., None]  # [B, T, h]
-        terms.append(_scale_rows(context, share))
-    return sum(terms[1:], terms[0])
+    if torch.compiler.is_compiling():
+        return _context_sum_composed(full, weight, rows)
+    return _ContextSum.apply(full, weight, rows)
 
 
 def _scaled(outputs: Tensor, target: Tensor | None) -> Tensor:
     return outputs if target is None else outputs * (1 + target).to(outputs.dtype)[:, None, :, None]
 
 
-def _scale_rows(values: Tensor, share: Tensor) -> Tensor:
-    """`values [B, T, H, D] * share [B, T, h, 1]`, with the gradient of `share` summed along D first."""
-    if torch.compiler.is_compiling():
-        return values * share[..., None]
-    return _ScaleRows.apply(values, share)
+def _context(full: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows `rows` [r, T] of `full`, [B, T, H, D] (some row for -1), and their places in it [B * T]."""
+    batch, total = full.shape[:2]
+    places = (torch.arange(batch, device=rows.device)[:, None] * total + rows.clamp(min=0)).flatten()
+    return full.flatten(0, 1).index_select(0, places).unflatten(0, (batch, -1)), places
 
 
-class _ScaleRows(torch.autograd.Function):
+def _row_share(weight: Tensor, rows: Tensor) -> Tensor:
+    """lambda of one context, zero where there is none; broadcasts to [B, T, H, D]."""
+    return weight[:, None, :, None] * (rows >= 0)[:, :, None, None]
+
+
+def _context_sum_composed(full, weight, rows):
+    weight = weight.to(full.dtype)
+    terms = [_context(full, row)[0] * _row_share(weight[..., i], row) for i, row in enumerate(rows.unbind(-1))]
+    return sum(terms[1:], terms[0])
+
+
+class _ContextSum(torch.autograd.Function):
+    """Keeps no copy of the contexts: the backward looks them up again."""
+
     @staticmethod
-    def forward(ctx, values, share):
-        ctx.save_for_backward(values, share)
-        return values * share[..., None]
+    def forward(ctx, full, weight, rows):
+        ctx.save_for_backward(full, weight, rows)
+        weight, total = weight.to(full.dtype), None
+        for i, row in enumerate(rows.unbind(-1)):
+            context, share = _context(full, row)[0], _row_share(weight[..., i], row)
+            total = context.mul_(share) if total is None else total.addcmul_(context, share)
+        return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        values, share = ctx.saved_tensors
-        grad_values = grad * share[..., None] if ctx.needs_input_grad[0] else None
-        grad_share = None
-        if ctx.needs_input_grad[1]:
-            # along D the sum is contiguous; one reduction over everything but the head is an order of magnitude slower
-            grad_share = (grad * values).sum(-1).sum_to_size(share.shape)
-        return grad_values, grad_share
+        full, weight, rows = ctx.saved_tensors
+        needs_full, needs_weight = ctx.needs_input_grad[:2]
+        grad_full = full.new_zeros(full.shape) if needs_full else None
+        sums = []
+        for i, row in enumerate(rows.unbind(-1)):
+            context, places = _context(full, row)
+            if needs_weight:
+                sums.append(_head_products(grad, context, row >= 0))
+            if needs_full:
+                term = torch.mul(grad, _row_share(weight[..., i].to(full.dtype), row), out=context)
+                grad_full.flatten(0, 1).index_add_(0, places, term.flatten(0, 1))
+        grad_weight = torch.stack(sums, -1).sum_to_size(weight.shape).to(weight.dtype) if needs_weight else None
+        return grad_full, grad_weight, None
 
 
 def _transfer_lags_composed(full, outputs, weight, lags, target, age):
@@ -142,74 +164,75 @@ class _TransferLags(torch.autograd.Function):
         ctx.save_for_backward(full, weight, target, age)
         ctx.lags, ctx.length = lags, length
         past = full.shape[1] - length
-        lifted = full[:, past:].clone() if target is None else _scaled(full[:, past:], target)
-        if weight is None:
-            return lifted
-        weight = weight.to(full.dtype)
+        shares = _shares(weight, age, lags, full.dtype)
+        lifted = full.new_empty(full.shape[0], length, *full.shape[2:])
         for start, end in _blocks(full, length):
-            for i, lag in enumerate(lags):
-                begin = max(start, lag - past)  # tokens before have no row at this lag
-                if begin < end:
-                    share = _share(weight[..., i], age, lag, begin, end)
-                    lifted[:, begin:end].addcmul_(full[:, past + begin - lag : past + end - lag], share)
+            lifted[:, start:end] = _scaled(full[:, past + start : past + end], target)
+            for i, tokens, rows in _terms(lags, past, start, end):
+                share = shares[i] if age is None else shares[i][:, tokens]
+                lifted[:, tokens].addcmul_(full[:, rows], share)
         return lifted
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         full, weight, target, age = ctx.saved_tensors
-        past = full.shape[1] - ctx.length
-        grad_full = grad_weight = grad_target = None
-        if ctx.needs_input_grad[0]:
-            grad_full = grad.new_zeros(full.shape) if past else torch.empty_like(grad)
-            grad_full[:, past:] = grad if target is None else _scaled(grad, target)
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=_wide(weight))
-        if ctx.needs_input_grad[2]:
-            grad_target = torch.zeros_like(target, dtype=_wide(target))
-        cast = None if weight is None else weight.to(full.dtype)
+        needs_full, needs_weight, needs_target = ctx.needs_input_grad[:3]
+        batch, total, heads, _ = full.shape
+        past = total - ctx.length
+        shares = _shares(weight, age, ctx.lags, full.dtype)
+        grad_full = grad.new_empty(full.shape) if needs_full else None
+        if needs_full and past:
+            grad_full[:, :past] = 0
+        sums = grad.new_zeros(len(ctx.lags) + 1, batch, heads, dtype=_wide(grad))  # of lambda, and last of lambda_0
         for start, end in _blocks(full, ctx.length):
-            block = grad[:, start:end]
-            if grad_target is not None:
-                grad_target += _head_products(block, full[:, past + start : past + end], None, target.shape)
-            for i, lag in enumerate(ctx.lags if weight is not None else ()):
-                begin = max(start, lag - past)
-                if begin >= end:
-                    continue
-                rows = slice(past + begin - lag, past + end - lag)
-                block = grad[:, begin:end]
-                if grad_full is not None:
-                    grad_full[:, rows].addcmul_(block, _share(cast[..., i], age, lag, begin, end))
-                if grad_weight is not None:
-                    valid = None if age is None else age[:, begin:end] >= lag
-                    grad_weight[..., i] += _head_products(block, full[:, rows], valid, weight.shape[:2])
-        return (
-            grad_full,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_target is None else grad_target.to(target.dtype),
-            None,
-            None,
-            None,
-        )
+            block, own = grad[:, start:end], slice(past + start, past + end)
+            if needs_full:
+                grad_full[:, own] = _scaled(block, target)
+            if needs_target:
+                sums[-1].add_(_head_products(block, full[:, own]))
+            for i, tokens, rows in _terms(ctx.lags, past, start, end):
+                block = grad[:, tokens]
+                if needs_full:
+                    grad_full[:, rows].addcmul_(block, shares[i] if age is None else shares[i][:, tokens])
+                if needs_weight:
+                    valid = None if age is None else age[:, tokens] >= ctx.lags[i]
+                    sums[i].add_(_head_products(block, full[:, rows], valid))
+        grad_weight = sums[:-1].movedim(0, -1).sum_to_size(weight.shape).to(weight.dtype) if needs_weight else None
+        grad_target = sums[-1].sum_to_size(target.shape).to(target.dtype) if needs_target else None
+        return grad_full, grad_weight, grad_target, None, None, None
 
 
-def _blocks(full: Tensor, length: int):
-    step = max(1, BLOCK_ELEMENTS // max(1, full[:, 0].numel()))
-    return ((start, min(start + step, length)) for start in range(0, length, step))
+def _blocks(full: Tensor, length: int) -> list[tuple[int, int]]:
+    elements = BLOCK_ELEMENTS if full.device.type == "cpu" else GPU_BLOCK_ELEMENTS
+    step = max(1, elements // max(1, full.numel() // full.shape[1]))
+    return [(start, min(start + step, length)) for start in range(0, length, step)]
 
 
-def _share(weight: Tensor, age: Tensor | None, lag: int, begin: int, end: int) -> Tensor:
-    """lambda of one lag, zero where the lag leaves the document; broadcasts to [B, T, H, D]."""
-    share = weight[:, None, :, None]
-    return share if age is None else share * (age[:, begin:end] >= lag)[:, :, None, None]
+def _terms(lags: Sequence[int], past: int, start: int, end: int) -> Iterator[tuple[int, slice, slice]]:
+    """Index of each lag, the tokens of a block that have a row at that distance, and these rows of `[past; block]`."""
+    for i, lag in enumerate(lags):
+        begin = max(start, lag - past)
+        if begin < end:
+            yield i, slice(begin, end), slice(past + begin - lag, past + end - lag)
 
 
-def _head_products(grad: Tensor, rows: Tensor, valid: Tensor | None, shape: torch.Size) -> Tensor:
-    """Sum of `grad * rows` over time and head dim (and batch, and heads, where `shape` [b, h] has them as 1)."""
-    products = (grad * rows).sum(-1, dtype=_wide(grad))  # [B, T, H]
-    if valid is not None:
-        products = products * valid[..., None]
-    return products.sum(1).sum_to_size(shape)
+def _shares(weight: Tensor | None, age: Tensor | None, lags: Sequence[int], dtype: torch.dtype) -> Sequence[Tensor]:
+    """lambda of each lag, zero where the lag leaves the document; each broadcasts to [B, T, H, D]."""
+    if weight is None:
+        return ()
+    shares = weight.to(dtype)[:, None, :, None].unbind(-1)
+    if age is None:
+        return shares
+    return [share * (age >= lag)[:, :, None, None] for share, lag in zip(shares, lags, strict=True)]
+
+
+def _head_products(grad: Tensor, rows: Tensor, valid: Tensor | None = None) -> Float[Tensor, "B H"]:
+    """Sum of `grad * rows` over time (where `valid` [b, T]) and head dim."""
+    products = grad * rows
+    if valid is None:
+        return products.sum((1, 3), dtype=_wide(grad))
+    return (products.sum(-1, dtype=_wide(grad)) * valid[..., None]).sum(1)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
