@@ -8,10 +8,11 @@ INSTALLED := $(VENV)/.installed
 # `make test PYTEST_ARGS="-m slow tests/training"`; two workers of one thread each suit two cores
 PYTEST_ARGS ?= -n 2
 DEMO_OUTPUT ?= outputs/demo
+DEMO_ARGS ?=
 BENCH_ARGS ?=
 
 FETCH = $(RUN) scripts/fetch_assets.py
-ADAPT = $(RUN) scripts/adapt.py --config scripts/configs/demo.yaml --model "$$model" --output_dir $(DEMO_OUTPUT)
+ADAPT = $(RUN) scripts/adapt.py --config scripts/configs/demo.yaml --model "$$model" --output_dir $(DEMO_OUTPUT) $(DEMO_ARGS)
 RELOAD = $(RUN) scripts/adapt.py --adapter $(DEMO_OUTPUT) --evaluate_only
 
 .PHONY: help demo test test-peft quality bench clean

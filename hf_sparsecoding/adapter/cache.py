@@ -69,13 +69,13 @@ class TransferHistory:
     def check(self, seen: int | Tensor, depth: int | None) -> None:
         """Raise RuntimeError unless the rows at hand are those before token `seen` of the cache, `depth` deep."""
         if self.static_rows is not None:
-            if torch.compiler.is_compiling():  # a graph cannot look into its tensors
-                return
             if self.depth is not None and (depth is None or depth > self.depth):
                 raise RuntimeError(
                     f"SparseCoding: this static cache keeps {self.static_rows} past outputs, the active adapter needs "
                     f"{'all' if depth is None else depth}. Start from a new cache"
                 )
+            if torch.compiler.is_compiling():  # a graph cannot look into its tensors
+                return
         if self.seen != seen:
             raise RuntimeError(
                 f"SparseCoding: the cache holds {int(seen)} tokens, but the adapter saw {int(self.seen)} of them (it "

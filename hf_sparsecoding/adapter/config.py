@@ -6,12 +6,19 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from huggingface_hub import file_exists
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 
 from .registration import PEFT_TYPE
 
+
+PICKLE_REFUSED = (
+    "{} is a pickle, which can run code when it is read: refused. Save the adapter again with safe_serialization=True "
+    f"to get {SAFETENSORS_WEIGHTS_NAME}"
+)
 
 CONTEXTS = ("lags", "segments")
 COEFFICIENTS = ("base", "thresholded_softmax", "soft_threshold")
@@ -142,15 +149,19 @@ class SparseCodingConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any):
-        """Read `adapter_config.json`, after checking that the weights beside it (in a local folder) can be loaded.
+        """Read `adapter_config.json`, and check that the weights beside it can be loaded.
 
         Raises:
             ValueError: if the weights are a pickle (`.bin`), truncated or corrupt.
         """
         folder = os.path.join(pretrained_model_name_or_path, subfolder or "")
-        if os.path.isdir(folder):
+        local = os.path.isdir(folder)
+        if local:
             check_weights(folder)
-        return super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        if not local and not HF_HUB_OFFLINE:
+            check_hub_weights(pretrained_model_name_or_path, subfolder, kwargs)
+        return config
 
 
 def check_weights(folder: str) -> None:
@@ -167,10 +178,17 @@ def check_weights(folder: str) -> None:
                 f"{path} is truncated or corrupt ({error}); download or save the adapter again"
             ) from error
     elif os.path.exists(pickled):
-        raise ValueError(
-            f"{pickled} is a pickle, which can run code when it is read: refused. "
-            f"Save the adapter again with safe_serialization=True to get {SAFETENSORS_WEIGHTS_NAME}"
-        )
+        raise ValueError(PICKLE_REFUSED.format(pickled))
+
+
+def check_hub_weights(repo_id: str, subfolder: str | None, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if a Hub repository holds the adapter's weights as a pickle only."""
+    found = {name: kwargs[name] for name in ("revision", "token") if kwargs.get(name) is not None}
+    prefix = f"{subfolder}/" if subfolder else ""
+    if file_exists(repo_id, prefix + SAFETENSORS_WEIGHTS_NAME, **found):
+        return
+    if file_exists(repo_id, prefix + WEIGHTS_NAME, **found):
+        raise ValueError(PICKLE_REFUSED.format(f"{repo_id}/{prefix}{WEIGHTS_NAME}"))
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

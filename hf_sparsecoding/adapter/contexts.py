@@ -96,6 +96,7 @@ class ContextHook:
             if age is None:
                 age = torch.arange(inputs.shape[1], device=inputs.device)[None]
             known = past_segments(cache, key)
+            known = None if known is None else known.to(inputs.device)
             if key not in contexts["segments"]:
                 contexts["segments"][key] = number_segments(
                     marks, age, known, by_end=spec.segment_token_ids is not None
@@ -117,14 +118,16 @@ def document_age(
 ) -> Int[Tensor, "b T"] | None:
     """Number of tokens of the same document before each of the `length` new tokens; negative for padding.
 
-    None where it is simply 0..length-1. Masks that are not 2D (prepared ones) carry no padding of their own:
-    generation passes position ids that count the tokens after the padding.
+    None where it is simply 0..length-1. A 4D mask is read only without position ids: generation prepares such masks,
+    and its position ids count the tokens after the padding.
     """
     ages = []
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         ages.append(_age_of_mask(attention_mask.to(device))[:, -length:])
     if position_ids is not None and position_ids.ndim == 2:
         ages.append(_age_of_positions(position_ids.to(device), past))
+    elif isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+        ages.append(_age_of_4d_mask(attention_mask.to(device), past))
     if not ages:
         if isinstance(past, int) and past == 0:
             return None
@@ -136,6 +139,13 @@ def _age_of_mask(mask: Int[Tensor, "b S"]) -> Int[Tensor, "b S"]:
     """Number of tokens since the last padding, -1 for padding itself: no context lies in or beyond it."""
     index = torch.arange(mask.shape[1], device=mask.device)
     return index - torch.where(mask == 0, index, -1).cummax(-1).values - 1
+
+
+def _age_of_4d_mask(mask: Tensor, past: int | Tensor) -> Int[Tensor, "b T"]:
+    """Distance from the first key that a token may attend to; float masks hold 0 where it may."""
+    allowed = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0]  # [b, T, S]
+    own = torch.arange(mask.shape[-2], device=mask.device) + past
+    return own - allowed.int().argmax(-1)
 
 
 def _age_of_positions(positions: Int[Tensor, "b T"], past: int | Tensor) -> Int[Tensor, "b T"]:

@@ -22,7 +22,8 @@ from .contexts import CONTEXTS_KEY, ContextHook, ContextSpec
 OUTPUT_PROJECTIONS = ("o_proj", "dense", "out_proj")
 
 # modules between the attention and its output projection: transfer would act on what they made of the outputs
-GATES = ("gate_proj", "g_proj", "gate", "attn_sub_norm", "sub_norm", "o_norm")
+GATES = ("gate_proj", "g_proj", "gate", "q_gate_proj")
+NORMS = ("attn_sub_norm", "sub_norm", "o_norm", "groupnorm", "inner_attn_ln")
 
 # standard deviation of the numbers with init_weights=False
 NON_IDENTITY_STD = 0.5
@@ -61,6 +62,7 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
     ):
         super().__init__()
         self.num_heads = check_attention(base_layer)
+        self.width = output_projection(base_layer).in_features
         self.base_layer = base_layer
         self.context_hook = context_hook
         self.sparsecoding_lambda = nn.ModuleDict()  # [H or 1, K]
@@ -71,13 +73,15 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         self.merged_adapters: list[str] = []
         self._disable_adapters = False
         self._active_adapter = adapter_name
-        self._call: tuple | None = None
         self._projection_hook = self._projection_hook_id = None
         self._hook_projection()
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: SparseCodingConfig) -> None:
-        """Add an adapter's numbers."""
+        """Add an adapter's numbers; those of an earlier adapter of the same name go."""
+        for attribute in self.adapter_layer_names + self.other_param_names:
+            if adapter_name in getattr(self, attribute):
+                del getattr(self, attribute)[adapter_name]
         heads = self.num_heads if config.per_head else 1
         std = 0.0 if config.init_weights else NON_IDENTITY_STD
         if config.num_contexts:
@@ -143,8 +147,7 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         if contexts is None:
             raise RuntimeError(
                 f"SparseCoding: {type(self.base_layer).__name__} was not told the contexts of its tokens. Either it "
-                "was called without its decoder, or the decoder does not pass keyword arguments on to it and cannot be "
-                "adapted"
+                "was called without its decoder, or the decoder passes no keyword arguments on and cannot be adapted"
             )
         if kwargs.get("cache") is not None:
             raise RuntimeError("SparseCoding does not support paged caches (continuous batching); use generate()")
@@ -152,22 +155,26 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         if threshold is not None:
             check_installed(self.base_layer.config)
             kwargs[THRESHOLD_KEY] = threshold
-        self._hook_projection()
+        projection = self._hook_projection()
         # by type: some families have another name for past_key_values
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-        self._call = (shares, contexts, cache)
+        # on the projection and not here: a hook is shared by all replicas of a module (nn.DataParallel), a projection
+        # belongs to one
+        projection._sparsecoding_call = (self, shares, contexts, cache)
         try:
             return self.base_layer(*args, **kwargs)
         finally:
-            self._call = None
+            projection._sparsecoding_call = None
 
-    def _hook_projection(self) -> None:
+    def _hook_projection(self) -> nn.Module:
+        """The output projection, with the hook on it."""
         projection = output_projection(self.base_layer)
         # another adapter may have wrapped, or merged and unwrapped, the projection. By id: dynamo knows no handles
         if self._projection_hook_id not in projection._forward_pre_hooks:
             self.remove_hook()
-            self._projection_hook = projection.register_forward_pre_hook(self._lift)
+            self._projection_hook = projection.register_forward_pre_hook(_lift_inputs)
             self._projection_hook_id = self._projection_hook.id
+        return projection
 
     def _row_shares(self, adapter_names: list[str] | None, device: torch.device) -> dict[str, Tensor | None]:
         """Adapters at work in this call, each with the rows of the batch [B] that it applies to (None: all)."""
@@ -201,19 +208,15 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
             total = total + (xi if shares[name] is None else xi * shares[name][:, None])
         return kinds.pop(), total
 
-    def _lift(self, projection: nn.Module, args: tuple) -> tuple | None:
-        """Forward pre-hook of the output projection: its input is the attention's per-head outputs side by side."""
-        if self._call is None:
-            return None
-        shares, contexts, cache = self._call
-        flat = args[0]
-        if flat.shape[-1] % self.num_heads:
+    def lift(self, flat: Tensor, shares: dict, contexts: dict[str, Any], cache: Cache | None) -> Tensor:
+        """The per-head outputs, side by side in the last dimension [B, T, H * D], with those of their contexts."""
+        if flat.shape[-1] != self.width:
             raise ValueError(
-                f"SparseCoding: got {flat.shape[-1]} attention outputs for {self.num_heads} heads; tensor parallelism "
-                "is not supported"
+                f"SparseCoding: got {flat.shape[-1]} attention outputs, {self.num_heads} heads give {self.width}; "
+                "tensor parallelism is not supported"
             )
         outputs = flat.view(*flat.shape[:-1], self.num_heads, -1)  # [B, T, H, D]
-        return (self._transfer(outputs, shares, contexts, cache).view(flat.shape), *args[1:])
+        return self._transfer(outputs, shares, contexts, cache).view(flat.shape)
 
     def _transfer(self, outputs: Tensor, shares: dict, contexts: dict[str, Any], cache: Cache | None) -> Tensor:
         specs = {name: self.context_specs[name] for name in shares}
@@ -295,6 +298,15 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         return "sparsecoding." + super().__repr__()
 
 
+def _lift_inputs(projection: nn.Module, args: tuple) -> tuple | None:
+    """Forward pre-hook of the output projection, whose input is the attention's outputs."""
+    call = getattr(projection, "_sparsecoding_call", None)
+    if call is None:
+        return None
+    attention, *rest = call
+    return (attention.lift(args[0], *rest), *args[1:])
+
+
 def output_projection(attention: nn.Module) -> nn.Module | None:
     return next((getattr(attention, name) for name in OUTPUT_PROJECTIONS if hasattr(attention, name)), None)
 
@@ -319,7 +331,7 @@ def check_attention(module: nn.Module) -> int:
     width = getattr(projection, "in_features", None)
     if width is None or width % heads:
         raise ValueError(f"{kind} cannot be adapted: its output projection takes {width} inputs for {heads} heads")
-    gates = [name for name in GATES if isinstance(getattr(module, name, None), nn.Module)]
+    gates = [name for name in GATES + NORMS if isinstance(getattr(module, name, None), nn.Module)]
     query = getattr(module, "q_proj", None)
     if query is not None and getattr(query, "out_features", 0) == 2 * width:
         gates.append("q_proj")  # twice as wide: half of it is a gate

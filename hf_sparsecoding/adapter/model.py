@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from . import attention_function
 from .config import SparseCodingConfig
 from .contexts import ContextHook
-from .layer import SparseCodingAttention
+from .layer import SparseCodingAttention, check_attention
 from .registration import PREFIX
 
 
@@ -43,6 +43,18 @@ class SparseCodingModel(BaseTuner):
             raise ValueError(
                 f"SparseCoding adapts decoder-only models; {model_config.get('model_type')} is an encoder-decoder"
             )
+        layers, indices = model_config.get("num_hidden_layers"), peft_config.layers_to_transform
+        for index in [indices] if isinstance(indices, int) else indices or []:
+            if layers is not None and not 0 <= index < layers:
+                raise ValueError(
+                    f"layers_to_transform has {index}, but the model's {layers} layers are 0 to {layers - 1}"
+                )
+        vocabulary = model_config.get("vocab_size")
+        for token in peft_config.segment_token_ids or []:
+            if vocabulary is not None and token >= vocabulary:
+                raise ValueError(
+                    f"segment_token_ids has {token}, which is not in the model's vocabulary of {vocabulary}"
+                )
         if peft_config.target_modules is None:
             # every Llama-family decoder names it so; what cannot be adapted is refused module by module
             peft_config.target_modules = {"self_attn"}
@@ -58,16 +70,19 @@ class SparseCodingModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
+        decoder = _decoder_of(self.model, current_key)
+        if not isinstance(target, SparseCodingAttention):
+            check_attention(target)
+        # refusals come before anything is changed
+        if peft_config.coefficients != "base":
+            attention_function.install(decoder)
         if isinstance(target, SparseCodingAttention):
             target.update_layer(adapter_name, peft_config)
-        else:
-            decoder = _decoder_of(self.model, current_key)
-            new_module = SparseCodingAttention(target, adapter_name, peft_config, _context_hook(decoder))
-            if adapter_name not in self.active_adapters:
-                new_module.requires_grad_(False)
-            setattr(parent, target_name, new_module)
-        if peft_config.coefficients != "base":
-            attention_function.install(_decoder_of(self.model, current_key))
+            return
+        new_module = SparseCodingAttention(target, adapter_name, peft_config, _context_hook(decoder))
+        if adapter_name not in self.active_adapters:
+            new_module.requires_grad_(False)
+        setattr(parent, target_name, new_module)
 
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
         if merge:
@@ -79,7 +94,7 @@ class SparseCodingModel(BaseTuner):
                     child.remove_hook()
                     setattr(parent, name, child.base_layer)
                 elif isinstance(child, AuxiliaryTrainingWrapper):
-                    setattr(parent, name, child.unload_and_optionally_merge_module(False, False, None))
+                    self._unload_saved_module(parent, name, child)
             for key, hook in list(parent._forward_pre_hooks.items()):
                 if isinstance(hook, ContextHook):
                     del parent._forward_pre_hooks[key]
@@ -92,6 +107,16 @@ class SparseCodingModel(BaseTuner):
             else:
                 del self.model.peft_config
         return self.model
+
+    def _unload_saved_module(self, parent: nn.Module, name: str, wrapper: AuxiliaryTrainingWrapper) -> None:
+        """Take this method's copies out of a `modules_to_save` module; it stays if another method has copies too."""
+        own = {key for key, config in self.peft_config.items() if isinstance(config, SparseCodingConfig)}
+        others = set(wrapper._adapters) - own
+        if not others:
+            setattr(parent, name, wrapper.unload_and_optionally_merge_module(False, False, None))
+            return
+        for adapter in own & set(wrapper._adapters):
+            wrapper.delete_adapter(adapter, sorted(others)[:1])
 
     def _check_merge_allowed(self) -> None:
         raise NotImplementedError(MERGE_REFUSED)
@@ -146,9 +171,17 @@ class SparseCodingModel(BaseTuner):
         return remapped
 
 
+def _check_range(name: str, values: list[int], size: int | None, what: str) -> None:
+    for value in values:
+        if size is not None and not 0 <= value < size:
+            raise ValueError(f"{name} has {value}, but the model's {size} {what} are 0 to {size - 1}")
+
+
 def _pass_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]) -> tuple[tuple, dict]:
     batch = len(args[0] if args else kwargs["hidden_states"])
-    copies = batch // len(adapter_names)  # generation puts a row's beams, or returned sequences, side by side
+    copies, rest = divmod(batch, len(adapter_names))  # generation puts a row's beams side by side
+    if rest or not copies:
+        raise ValueError(f"{len(adapter_names)} adapter_names do not divide a batch of {batch} rows; give one per row")
     return args, {**kwargs, "adapter_names": [name for name in adapter_names for _ in range(copies)]}
 
 

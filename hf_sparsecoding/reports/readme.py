@@ -1,6 +1,7 @@
 """Runs the examples of a Markdown file, so that what it shows is what they print.
 
-An example is a python block under a line `<!-- example:NAME -->`. The examples of a file share one namespace, in order.
+An example is a python block under a line `<!-- example:NAME -->`. The examples of a file share one namespace, in
+order.
 """
 
 from __future__ import annotations

@@ -152,7 +152,8 @@ def test_age_of_plain_text():
     assert age(3) is None
     assert age(2, past=3) == [[3, 4]]
     assert age(2, past=torch.tensor(3)) == [[3, 4]]
-    assert age(4, mask=torch.ones(2, 1, 4, 4)) is None  # a prepared mask
+    assert age(4, mask=torch.ones(2, 1, 4, 4, dtype=torch.bool).tril()) == [[0, 1, 2, 3]] * 2
+    assert age(2, past=2, mask=torch.zeros(1, 1, 2, 4)) == [[2, 3]]  # a float mask, all allowed
 
 
 def test_age_under_padding():

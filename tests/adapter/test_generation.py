@@ -157,7 +157,8 @@ def compiled(backend: str) -> CompileConfig:
     ["eager", pytest.param("aot_eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.slow)],
 )
 @pytest.mark.usefixtures("_compiler")
-def test_compiled_decoding(model, backend):
+def test_compiled_decoding(kind, backend):
+    model = adapted(tiny_model(num_hidden_layers=1), **KINDS[kind])
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
     arguments = {"cache_implementation": "static", "compile_config": compiled(backend)}
@@ -188,7 +189,7 @@ def test_prompt_lookup(model):
 @mode("several turns")
 def test_a_returned_cache_continues_the_conversation(model):
     texts, cache = tokens(1, 9), None
-    for turn in range(3):
+    for turn in range(2):
         output = generate(model, texts, past_key_values=cache)
         assert_same(output, generate(model, texts, use_cache=False), f"turn {turn}")
         texts, cache = torch.cat([output.sequences, tokens(1, 4, seed=turn + 1)], 1), output.past_key_values
@@ -227,9 +228,8 @@ def test_a_shared_prompt_is_computed_once(model):
 def test_chunked_prefill(model, cache):
     arguments = {"cache_implementation": "static"} if cache == "static" else {}
     expected = generate(model, tokens(2, 13), use_cache=False)
-    for size in (1, 4):
-        output = generate(model, tokens(2, 13), prefill_chunk_size=size, **arguments)
-        assert_same(output, expected, f"chunks of {size}")
+    output = generate(model, tokens(2, 13), prefill_chunk_size=4, **arguments)
+    assert_same(output, expected)
     batch = left_padded([13, 5], 13)
     output = generate(model, **batch, prefill_chunk_size=4, **arguments)
     assert_same(output, generate(model, **batch, use_cache=False), "left padding")

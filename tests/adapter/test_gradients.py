@@ -6,6 +6,7 @@ import torch
 from peft import get_peft_model, prepare_model_for_kbit_training
 
 from hf_sparsecoding import SparseCodingConfig
+from hf_sparsecoding.adapter.attention_function import thresholded_attention
 from hf_sparsecoding.adapter.layer import LearnedThreshold
 from tests.tiny_models import adapted, tiny_model, tokens
 
@@ -135,6 +136,19 @@ def test_bfloat16_model_and_autocast(kind, batch):
     half = adapted(tiny_model().bfloat16(), **KINDS[kind])
     assert half(**batch).logits.dtype == torch.bfloat16
     assert_near(gradients(half, loss_of(half), batch), expected)
+
+
+def test_bfloat16_does_not_flip_the_threshold():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 4, 64, 8, generator=generator).bfloat16()
+    threshold = torch.full((1, 4), 0.5)
+
+    def kept(dtype):
+        tensors = (tensor.to(dtype) for tensor in (query, key, value))
+        _, alpha = thresholded_attention(torch.nn.Module(), *tensors, None, "soft_threshold", threshold, scaling=0.35)
+        return alpha != 0
+
+    assert torch.equal(kept(torch.bfloat16), kept(torch.float32))
 
 
 def test_after_prepare_model_for_kbit_training(batch):

@@ -62,6 +62,7 @@ def test_adding_setting_and_deleting(ids):
     assert torch.equal(model(ids).logits, first)
     assert not any("second" in name for name, _ in model.named_parameters())
     assert list(model.peft_config) == ["default"]
+    assert list(model.get_base_model().model.layers[0].self_attn.context_hook.specs) == ["default"]
 
 
 def test_an_added_adapter_is_not_active_on_layers_of_its_own(ids):

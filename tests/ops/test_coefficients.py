@@ -111,10 +111,9 @@ def test_zero_threshold_changes_nothing():
 
 
 def test_thresholded_softmax_rounds_after_the_threshold():
-    # a coefficient below the threshold by less than bfloat16 resolves
-    scores = torch.tensor([[0.0, 0.0]], dtype=torch.bfloat16)
-    assert thresholded_softmax(scores, 0.4995).tolist() == [[torch.tensor(0.0005).bfloat16().item()] * 2]
-    assert not thresholded_softmax(scores, 0.5001).any()
+    scores = torch.zeros(3, 3, dtype=torch.bfloat16)  # coefficients of 1/3, which bfloat16 rounds up to 0.33398
+    assert not thresholded_softmax(scores, 0.3335).any()
+    torch.testing.assert_close(thresholded_softmax(scores, 0.33), torch.full_like(scores, 1 / 3 - 0.33))
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
