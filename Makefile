@@ -15,7 +15,7 @@ FETCH = $(RUN) scripts/fetch_assets.py
 ADAPT = $(RUN) scripts/adapt.py --config scripts/configs/demo.yaml --model "$$model" --output_dir $(DEMO_OUTPUT) $(DEMO_ARGS)
 RELOAD = $(RUN) scripts/adapt.py --adapter $(DEMO_OUTPUT) --evaluate_only
 
-.PHONY: help demo test test-peft quality bench clean
+.PHONY: help demo test test-peft compatibility quality bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,12 +35,18 @@ test: $(INSTALLED) ## the tests that need no GPU and seconds rather than minutes
 test-peft: $(INSTALLED) ## peft's own decoder tests, from its source distribution, on our adapter
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/peft_suite --quiet --disable-warnings
 
+compatibility: $(INSTALLED) ## record which family and generation mode works, for the README
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/adapter/test_families.py tests/adapter/test_generation.py \
+		--compatibility=model_cards/compatibility/results.json
+	$(RUN) scripts/render_cards.py
+
 quality: $(INSTALLED) ## lint and formatting
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) scripts/render_cards.py --check
 
 bench: $(INSTALLED) ## time the kernels and the adapter on this machine
-	$(RUN) scripts/benchmark.py $(BENCH_ARGS)
+	$(FETCH) && $(RUN) scripts/benchmark.py $(BENCH_ARGS)
 
 clean: ## remove the virtual environment and the tools' caches; outputs stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -7,6 +7,7 @@ METHOD are names of the folder's results.json:
     {{commands}}                              the command of every run, where a sweep made them
     {{table METRIC ... [vs=METHOD]}}          one row per method; with vs, differences from that one
     {{value METHOD METRIC}}                   mean ± spread of one metric
+    {{matrix TABLE}}, {{refusals}}            the compatibility matrix, and what cannot be adapted
     {{notes}}                                 what runs say about themselves (cut short, ...)
     {{pictures}}                              every .png of the folder
 
@@ -21,6 +22,7 @@ import re
 from pathlib import Path
 
 from . import results as results_io
+from .compatibility import matrix, refusals
 from .tables import method_table, metric_values, notes, with_spread
 
 
@@ -115,6 +117,8 @@ DIRECTIVES = {
     "commands": _commands,
     "table": _table,
     "value": _value,
+    "matrix": matrix,
+    "refusals": refusals,
     "notes": _notes,
     "pictures": _pictures,
 }
