@@ -87,7 +87,7 @@ def method_table(results: dict, metrics: Sequence[str], baseline: str | None = N
 
 
 def _differs(methods: dict[str, list[dict]], metric: str) -> bool:
-    return len({with_spread(metric_values(runs, metric)) for runs in methods.values()}) > 1
+    return len({value for runs in methods.values() for value in metric_values(runs, metric)}) > 1
 
 
 def _compare(runs: list[dict], baseline: list[dict], metric: str) -> str:

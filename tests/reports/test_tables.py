@@ -34,6 +34,12 @@ def test_method_table_compares_the_metric_in_which_methods_differ():
     assert lines[3].rstrip("| ").endswith("-")
 
 
+def test_a_method_with_fewer_seeds_does_not_differ_by_that():
+    runs = [*example_results()["runs"], example_run("single", 0, 0.5)]
+    header = method_table(example_results(runs=runs), ["accuracy_before", "accuracy_after"], "control").split("\n")[0]
+    assert header.split("|")[-2].strip() == "accuracy_after vs control"
+
+
 def test_no_significance_is_marked():
     runs = [example_run("a", 0, 0.71), example_run("b", 0, 0.70)]
     assert "n.s." in method_table(example_results(runs=runs), ["accuracy_after"], "b")
