@@ -192,8 +192,8 @@ def test_configs_are_valid():
         names.add(path.stem)
     assert {"lags_per_head", "head_rescaling", "segments_target", "lora_r8", "ia3"} <= names
     arguments, training = adapt.parse_arguments(["--config", str(configs / "demo.yaml"), "--seed", "3"])
-    assert (training.steps, training.batch_size, training.learning_rate, training.seed) == (200, 16, 1e-2, 3)
-    assert (arguments.eval_items, json.loads(arguments.task_options)) == (1024, {"features": 1})
+    assert (training.steps, training.batch_size, training.learning_rate, training.seed) == (150, 16, 1e-2, 3)
+    assert (arguments.eval_items, json.loads(arguments.task_options)) == (1024, {"features": 1, "panel_separator": ""})
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from scripts.benchmark import BASE, BenchmarkArguments, adapted, main, median_ra
 
 
 SIZES = {
-    "vocab_size": 32,
+    "vocab_size": 256,
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
