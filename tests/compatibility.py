@@ -28,20 +28,23 @@ class Recorder:
     def __init__(self, config: pytest.Config):
         self.config = config
         self.rows: dict[tuple[str, str], dict[str, Any]] = {}
+        self.places: dict[tuple[str, ...], int] = {}  # of the tests in the files: workers report in any order
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        for item in items:
+        for place, item in enumerate(items):
             mark = item.get_closest_marker("compatibility")
             if mark is not None:
                 table, column = mark.args
                 # a property of the report, so that it comes back from a worker with it
-                item.user_properties.append((CELL, [table, item.callspec.params[mark.kwargs["row"]], column]))
+                item.user_properties.append((CELL, [place, table, item.callspec.params[mark.kwargs["row"]], column]))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties = dict(report.user_properties)
         if CELL not in properties or (report.when != "call" and report.passed):
             return
-        table, row, column = properties.pop(CELL)
+        place, table, row, column = properties.pop(CELL)
+        for key in ((table, row), (table, row, column)):
+            self.places[key] = min(place, self.places.get(key, place))
         run = self.rows.setdefault(
             (table, row),
             {
@@ -62,6 +65,10 @@ class Recorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self.config, "workerinput") or not self.rows:
             return
+        for (table, row), run in self.rows.items():
+            columns = sorted(run["metrics"], key=lambda column: self.places[table, row, column])
+            run["metrics"] = {column: run["metrics"][column] for column in columns}
+        runs = [self.rows[key] for key in sorted(self.rows, key=self.places.__getitem__)]
         command = shlex.join(["python", "-m", "pytest", *map(str, self.config.invocation_params.args)])
         path = self.config.getoption("--compatibility")
-        results.write(path, results.new("compatibility", list(self.rows.values()), command))
+        results.write(path, results.new("compatibility", runs, command))

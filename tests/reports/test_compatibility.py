@@ -10,9 +10,9 @@ from hf_sparsecoding.reports.compatibility import matrix, refusals
 from tests.compatibility import Recorder
 
 
-def report(table, row, column, outcome, when="call", **properties):
+def report(place, table, row, column, outcome, when="call", **properties):
     return SimpleNamespace(
-        user_properties=[("compatibility", [table, row, column]), *properties.items()],
+        user_properties=[("compatibility", [place, table, row, column]), *properties.items()],
         when=when,
         passed=outcome == "passed",
         skipped=outcome == "skipped",
@@ -27,14 +27,15 @@ def recorded(tmp_path) -> dict:
     )
     recorder = Recorder(config)
     for item in (
-        report("families", "llama", "cache", "passed", when="setup"),
-        report("families", "llama", "cache", "passed", trainable_parameters=9, model="Llama"),
-        report("families", "llama", "cache", "passed", when="teardown"),
-        report("families", "llama", "beams", "passed"),
-        report("families", "llama", "beams", "failed"),
-        report("families", "gemma", "cache", "failed", when="setup"),
-        report("families", "gemma", "beams", "skipped"),
-        report("refused", "t5", "refused", "passed", reason="an encoder-decoder"),
+        # in the order of two workers
+        report(4, "families", "gemma", "beams", "skipped"),
+        report(0, "families", "llama", "cache", "passed", when="setup"),
+        report(0, "families", "llama", "cache", "passed", trainable_parameters=9, model="Llama"),
+        report(0, "families", "llama", "cache", "passed", when="teardown"),
+        report(5, "refused", "t5", "refused", "passed", reason="an encoder-decoder"),
+        report(2, "families", "llama", "beams", "passed"),
+        report(3, "families", "llama", "beams", "failed"),
+        report(1, "families", "gemma", "cache", "failed", when="setup"),
         SimpleNamespace(user_properties=[], when="call", passed=True, skipped=False),
     ):
         recorder.pytest_runtest_logreport(item)
@@ -46,7 +47,7 @@ def test_what_is_recorded(recorded):
     assert recorded["experiment"] == "compatibility"
     assert recorded["command"] == "python -m pytest tests --compatibility=x.json"
     llama, gemma, _ = recorded["runs"]
-    assert llama["metrics"] == {"cache": 1, "beams": 0}
+    assert list(llama["metrics"].items()) == [("cache", 1), ("beams", 0)]
     assert llama["trainable_parameters"] == 9
     assert llama["settings"] == {"table": "families", "model": "Llama"}
     assert gemma["metrics"] == {"cache": 0, "beams": None}
