@@ -175,14 +175,33 @@ def stop(jobs: list[Job]) -> None:
         job.process.wait()
 
 
-def gather(sweep: Sweep, jobs: list[Job], path: Path) -> dict | None:
-    """One results.json of all finished runs; None if there are none."""
-    parts = [results.load(job.folder / results.FILE) for job in jobs if (job.folder / results.FILE).is_file()]
+def gathered_before(path: Path, jobs: list[Job]) -> dict[str, dict]:
+    """Results by job name of the runs in an earlier gathered file that the same commands made."""
+    if not path.is_file():
+        return {}
+    saved = results.load(path)
+    runs = {run.get("command"): run for run in saved["runs"]}
+    commands = {job.name: shlex.join(["python", *job.command]) for job in jobs}
+    return {name: {**saved, "runs": [runs[command]]} for name, command in commands.items() if command in runs}
+
+
+def gather(sweep: Sweep, jobs: list[Job], path: Path, earlier: dict[str, dict]) -> dict | None:
+    """One results.json of all finished runs; None if there are none. Methods that lack seeds say so in a note."""
+    parts = [
+        results.load(job.folder / results.FILE) if (job.folder / results.FILE).is_file() else earlier.get(job.name)
+        for job in jobs
+    ]
+    parts = [part for part in parts if part is not None]
     if not parts:
         return None
     order = list(sweep.methods)
     merged = results.merge(sweep.experiment, parts, results.command_line())
     merged["runs"].sort(key=lambda run: (order.index(run["method"]), run["seed"]))
+    for runs in results.by_method(merged).values():
+        for run in runs:
+            run["settings"].pop("note", None)
+            if len(runs) < len(sweep.seeds):
+                run["settings"]["note"] = f"{len(runs)} of the {len(sweep.seeds)} seeds so far"
     results.write(path, merged)
     return merged
 
@@ -204,13 +223,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--jobs and --threads must be at least 1, got {arguments.jobs} and {arguments.threads}")
     sweep = read_sweep(arguments.config, arguments.set, arguments.output_dir)
     jobs = make_jobs(sweep)
-    waiting = [job for job in jobs if not job.finished()]
+    path = Path(arguments.results or Path(sweep.output_dir) / results.FILE)
+    earlier = gathered_before(path, jobs)
+    waiting = [job for job in jobs if not job.finished() and job.name not in earlier]
     print(f"{len(jobs)} runs, {len(jobs) - len(waiting)} of them finished before")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_on_signal)
     failed = run_jobs(waiting, arguments.jobs, arguments.threads, len(jobs))
-    path = Path(arguments.results or Path(sweep.output_dir) / results.FILE)
-    merged = gather(sweep, jobs, path)
+    merged = gather(sweep, jobs, path, earlier)
     if merged is not None:
         names = list(merged["runs"][0]["metrics"])
         shown = [name for name in names if all(name in run["metrics"] for run in merged["runs"])]

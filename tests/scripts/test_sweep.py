@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -68,6 +69,26 @@ def test_all_runs_are_gathered(config, capsys):
     assert "[4/4]" in printed
     assert "| a b    |         3 |     2 | 5.500 ± 0.707 |" in printed
     assert "score_detail" not in printed
+
+
+def test_runs_of_an_earlier_file_are_kept(config, tmp_path):
+    card = tmp_path / "card.json"
+    assert sweep.main([config(seeds=[0]), "--results", str(card)]) == 0
+    shutil.rmtree("out")
+    assert sweep.main([config(seeds=[0, 1]), "--results", str(card)]) == 0
+    assert not Path("out/c/seed-0").exists()
+    assert [(run["method"], run["seed"]) for run in results.load(card)["runs"]] == [
+        ("a b", 0),
+        ("a b", 1),
+        ("c", 0),
+        ("c", 1),
+    ]
+
+
+def test_a_method_that_lacks_seeds_says_so(config):
+    assert sweep.main([config(methods={"a": {"fail": 1}, "b": {}}), "--results", "card.json"]) == 1
+    notes = {(run["method"], run["settings"].get("note")) for run in results.load("card.json")["runs"]}
+    assert notes == {("a", "1 of the 2 seeds so far"), ("b", None)}
 
 
 def test_failures_are_listed_and_tried_again(config, capsys):
