@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import gather_object, send_to_device, set_seed
+from accelerate.utils import GradientAccumulationPlugin, gather_object, send_to_device, set_seed
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
@@ -76,7 +76,10 @@ def make_accelerator(arguments: TrainingArguments) -> Accelerator:
     if built_in is not None and built_in.__module__ == "accelerate.tracking" and name not in get_available_trackers():
         raise ImportError(f"report_to={name!r} needs its package: pip install {name}, or report_to=none")
     accelerator = Accelerator(
-        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
+        # there is no data loader here, and one that another part of the program left behind must not end a step early
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=arguments.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
         mixed_precision=arguments.mixed_precision,
         log_with=name,
         project_dir=arguments.output_dir,

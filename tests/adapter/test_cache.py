@@ -178,7 +178,7 @@ def test_a_pickled_cache_in_a_fresh_process(tmp_path):
         "layer = cache.layers[1]\n"
         "print(type(layer).__name__, layer.history.seen, tuple(layer.history.outputs.shape))\n"
     )
-    process = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, timeout=120)
+    process = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True)
     assert process.stdout.strip() == "DynamicLayerWithHistory 7 (2, 7, 4, 8)", process.stderr
 
 

@@ -56,13 +56,14 @@ def config(tmp_path, monkeypatch):
     return write
 
 
-def test_all_runs_are_gathered(config, capsys):
+def test_all_runs_are_gathered(config, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scripts/sweep.py", "sweep.yaml", "--jobs", "2"])
     assert sweep.main([config(), "--jobs", "2", "--set", "value=5", "--results", "cards/toy/results.json"]) == 0
     gathered = results.load("cards/toy/results.json")
     found = [(run["method"], run["seed"], run["metrics"]["score"]) for run in gathered["runs"]]
     assert found == [("a b", 0, 5.0), ("a b", 1, 6.0), ("c", 0, 2.0), ("c", 1, 3.0)]
     assert gathered["experiment"] == "toy"
-    assert "sweep.yaml --jobs 2" in gathered["command"] or "pytest" in gathered["command"]
+    assert gathered["command"] == "python scripts/sweep.py sweep.yaml --jobs 2"
     assert "--seed 1" in gathered["runs"][1]["command"]
     assert Path("out/a_b/seed-0/threads").read_text() == "1"
     printed = capsys.readouterr().out

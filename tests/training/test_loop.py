@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate.state import GradientState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, on_main_process
 from torch import nn
 
@@ -206,6 +207,18 @@ def test_accumulation_gives_the_same_steps(tmp_path):
     result = train(four, batch, mse, arguments(tmp_path / "4", gradient_accumulation_steps=4))
     assert result.losses == pytest.approx(expected.losses, rel=1e-5)
     torch.testing.assert_close(one.state_dict(), four.state_dict(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_data_loader_left_behind_does_not_end_a_step(tmp_path):
+    class Exhausted:
+        end_of_dataloader, remainder = True, -1
+
+    loader, state = Exhausted(), GradientState()
+    state._add_dataloader(loader)
+    try:
+        test_accumulation_gives_the_same_steps(tmp_path)
+    finally:
+        state._remove_dataloader(loader)
 
 
 def test_loss_that_is_not_finite_stops_the_run(tmp_path):
