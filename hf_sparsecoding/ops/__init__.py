@@ -10,19 +10,28 @@ from .coefficients import (
     thresholded_softmax,
     top_k,
 )
+from .contexts import absolute_transfer, aligned_transfer, transferred_coefficients
+from .mixers import hyla, rms_over_heads, rms_over_keys, rms_per_head
 from .transfer import context_sum, transfer, transfer_lags
 
 
 __all__ = [
     "COEFFICIENTS",
+    "absolute_transfer",
+    "aligned_transfer",
     "context_sum",
+    "hyla",
     "linear",
     "prox",
     "relu",
+    "rms_over_heads",
+    "rms_over_keys",
+    "rms_per_head",
     "soft_threshold",
     "softmax",
     "thresholded_softmax",
     "top_k",
     "transfer",
     "transfer_lags",
+    "transferred_coefficients",
 ]

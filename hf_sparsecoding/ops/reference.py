@@ -113,3 +113,38 @@ def transfer(
                         lifted = lifted + weight[b, h, i] * alpha[b, h, row]
                 out.append(lifted @ psi[b, h])
     return torch.stack(out).view(batch, heads, total - past, -1).transpose(1, 2)
+
+
+def context_transfer(
+    alpha: Float[Tensor, "B H N N"], weight: Float[Tensor, "h K"], length: int, aligned: bool
+) -> Float[Tensor, "B H N N"]:
+    """`alpha_L[t, j] += lambda_i alpha_i[t - d_i, j]` (aligned: `j - d_i`); contexts and target have `length` tokens."""
+    heads, tokens = alpha.shape[1:3]
+    contexts = weight.shape[1]
+    lifted = alpha.clone()
+    for h in range(heads):
+        for t in range(tokens - length, tokens):
+            for i in range(contexts):
+                distance = (contexts - i) * length
+                for j in range(tokens):
+                    source = j - distance if aligned else j
+                    if source >= 0:
+                        value = weight[h % len(weight), i] * alpha[:, h, t - distance, source]
+                        lifted[:, h, t, j] = lifted[:, h, t, j] + value
+    return lifted
+
+
+def hyla(alpha: Float[Tensor, "B H T S"], values: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H T D"]:
+    """`o_h[t] = sum_s a_h[t,s] ReLU(sum_g a_g[t,s] v_g[s])`. Source: arXiv 2406.05816."""
+    batch, heads, queries, keys = alpha.shape
+    out = alpha.new_zeros(batch, heads, queries, values.shape[-1])
+    for t in range(queries):
+        for s in range(keys):
+            hidden = (alpha[:, :, t, s, None] * values[:, :, s]).sum(1).relu()  # [B, D]
+            out[:, :, t] = out[:, :, t] + alpha[:, :, t, s, None] * hidden[:, None]
+    return out
+
+
+def rms_normalised(tensor: Tensor, dim: int, epsilon: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps)` over one axis."""
+    return tensor / (tensor.pow(2).mean(dim, keepdim=True) + epsilon).sqrt()

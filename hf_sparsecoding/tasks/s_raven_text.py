@@ -8,34 +8,17 @@ Shapes: n problems, R rows of the grid (the last one is the target), 3 panels pe
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, count, permutations, product
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
-from jaxtyping import Bool, Int
+from jaxtyping import Int
+
+from .s_raven import RULES, ambiguous, parameter_rows
+from .streams import CHUNK, random_generator
 
 
-RULES = (
-    "constant",
-    "progression_plus_1",
-    "progression_plus_2",
-    "progression_minus_1",
-    "progression_minus_2",
-    "addition",
-    "subtraction",
-    "distribute_three",
-)
-SPLITS = ("train", "test", "ood")
-STEPS = {
-    "constant": 0,
-    "progression_plus_1": 1,
-    "progression_plus_2": 2,
-    "progression_minus_1": -1,
-    "progression_minus_2": -2,
-}
-SIGNS = {"addition": 1, "subtraction": -1}
-CHUNK = 256  # problems that a stream draws at once
 SLOT = "\0"  # stands for a value in the template of a text
 COLUMNS = Features(
     {
@@ -251,79 +234,9 @@ class SRavenText:
                     yield dict(zip(columns, values, strict=True))
 
     def ambiguous_share(self, n: int, split: str, seed: int) -> float:
-        """Share of problems with a second answer: some other choice of `rules` (with `permute_features`, also of which
-        features belong together) fits every complete row and the known panels of the target row, but predicts another
-        last panel."""
+        """Share of problems with a second answer: see `s_raven.ambiguous`."""
         grid = self.generate(n, split, seed).grid
-        fits, wrong = self._explanations(grid)
-        matchings = list(permutations(range(self.features)))
-        if not self.permute_features:
-            matchings = matchings[:1]
-        first = np.arange(self.features)
-        ambiguous = np.zeros(n, dtype=bool)
-        for second, third in product(matchings, repeat=2):
-            explained = fits[:, first, second, third].all(axis=-1)
-            ambiguous |= explained & wrong[:, first, second, third].any(axis=-1)
-        return float(ambiguous.mean())
-
-    def _explanations(
-        self, grid: Int[np.ndarray, "n rows 3 features"]
-    ) -> tuple[Bool[np.ndarray, "n features features features"], Bool[np.ndarray, "n features features features"]]:
-        """For feature i of the first, j of the second and k of the third panels as one sequence: does a rule fit it,
-        and does one that fits predict a wrong value."""
-        shape = (*grid.shape[:2], *[self.features] * 3)  # [n, R, M, M, M]
-        a = np.broadcast_to(grid[:, :, 0, :, None, None], shape)
-        b = np.broadcast_to(grid[:, :, 1, None, :, None], shape)
-        c = np.broadcast_to(grid[:, :, 2, None, None, :], shape)
-        fits = np.zeros((len(grid), *shape[2:]), dtype=bool)
-        wrong = fits.copy()
-        for name in self.rules:
-            known, predicted = predict_last(name, a, b, c, self.base)  # [n, R, M, M, M], [n, M, M, M]
-            fits |= known
-            wrong |= known & (predicted != c[:, -1])
-        return fits, wrong
-
-
-def parameter_rows(name: str, base: int) -> Int[np.ndarray, "parameters 3"]:
-    """Every free parameter of a rule, written as the row it gives (distribute three: as its set)."""
-    values = np.arange(base)
-    if name in STEPS:
-        return (values[:, None] + STEPS[name] * np.arange(3)) % base
-    if name in SIGNS:
-        a, b = (axis.ravel() for axis in np.meshgrid(values, values, indexing="ij"))
-        return np.stack([a, b, (a + SIGNS[name] * b) % base], axis=-1)
-    return np.array(list(combinations(values, 3)))
-
-
-def predict_last(
-    name: str,
-    a: Int[np.ndarray, "n rows ..."],
-    b: Int[np.ndarray, "n rows ..."],
-    c: Int[np.ndarray, "n rows ..."],
-    base: int,
-) -> tuple[Bool[np.ndarray, "n ..."], Int[np.ndarray, "n ..."]]:
-    """Does the rule fit rows (a, b, c), the last row's c left out, and which last c does it predict?"""
-    if name == "distribute_three":
-        sets = np.sort(np.stack([a, b, c], axis=-1), axis=-1)  # [n, R, ..., 3]
-        values = sets[:, 0]
-        same = (sets[:, :-1] == sets[:, :1]).all(axis=(1, -1)) & (np.diff(values, axis=-1) > 0).all(axis=-1)
-        left = values.sum(axis=-1) - a[:, -1] - b[:, -1]
-        rest = np.sort(np.stack([a[:, -1], b[:, -1], left], axis=-1), axis=-1)
-        return same & (rest == values).all(axis=-1), left
-    if name in STEPS:
-        second, third = (a + STEPS[name]) % base, (a + 2 * STEPS[name]) % base
-    else:
-        second, third = b, (a + SIGNS[name] * b) % base
-    return (b == second).all(axis=1) & (c == third)[:, :-1].all(axis=1), third[:, -1]
-
-
-def random_generator(split: str, seed: int, *stream: int) -> np.random.Generator:
-    """An own random stream per split, seed and, in streams, shard and chunk."""
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
-    if seed < 0:
-        raise ValueError(f"seed must be >= 0, got {seed}")
-    return np.random.default_rng(np.random.SeedSequence((SPLITS.index(split), seed), spawn_key=stream))
+        return float(ambiguous(grid, self.rules, self.base, self.permute_features).mean())
 
 
 def join_characters(text: np.ndarray) -> list[str]:

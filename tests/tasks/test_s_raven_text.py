@@ -9,7 +9,8 @@ import pytest
 from datasets.distributed import split_dataset_by_node
 
 from hf_sparsecoding.tasks import s_raven_text
-from hf_sparsecoding.tasks.s_raven_text import RULES, SPLITS, SRavenText
+from hf_sparsecoding.tasks.s_raven_text import RULES, SRavenText
+from hf_sparsecoding.tasks.streams import SPLITS
 
 
 def rows_of(task: SRavenText, rule: str, split: str, n: int = 2000) -> set[tuple[int, ...]]:

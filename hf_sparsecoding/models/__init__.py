@@ -1,0 +1,16 @@
+"""Small Hugging Face models, registered with the Auto classes."""
+
+from .sparse_transformer import (
+    SparseTransformerConfig,
+    SparseTransformerForImageRegression,
+    SparseTransformerForTokenClassification,
+    SparseTransformerModel,
+)
+
+
+__all__ = [
+    "SparseTransformerConfig",
+    "SparseTransformerForImageRegression",
+    "SparseTransformerForTokenClassification",
+    "SparseTransformerModel",
+]

@@ -1,0 +1,34 @@
+"""Scores and outputs of the baselines beside softmax attention. Source: arXiv 2406.05816.
+
+B batch, H heads, T queries, S keys, D head dim.
+"""
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+EPSILON = 1e-6  # flax's, as in the reference
+
+
+def rms_over_heads(scores: Float[Tensor, "B H T S"], epsilon: float = EPSILON) -> Float[Tensor, "B H T S"]:
+    """`a_h / sqrt(mean_h a_h^2 + eps)`: each pair of tokens gets coefficients of size one over the heads."""
+    return scores * (scores.square().mean(1, keepdim=True) + epsilon).rsqrt()
+
+
+def rms_over_keys(scores: Float[Tensor, "B H T S"], epsilon: float = EPSILON) -> Float[Tensor, "B H T S"]:
+    """`a[t, :] / sqrt(mean_s a[t, s]^2 + eps)`: each row of coefficients has size one."""
+    return scores * (scores.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+
+
+def rms_per_head(outputs: Float[Tensor, "B H T D"], epsilon: float = EPSILON) -> Float[Tensor, "B H T D"]:
+    """Each head's output divided by its root mean square."""
+    return outputs * (outputs.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+
+
+def hyla(alpha: Float[Tensor, "B H T S"], values: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H T D"]:
+    """Hypernetwork linear attention: `o_h[t] = sum_s a_h[t,s] u[t,s]`, `u[t,s] = ReLU(sum_h a_h[t,s] v_h[s])`.
+
+    The heads' coefficients generate both layers of a network that is applied to the key's value.
+    """
+    hidden = (alpha.permute(0, 3, 2, 1) @ values.transpose(1, 2)).relu()  # [B, S, T, D]
+    return (alpha.transpose(1, 2) @ hidden.transpose(1, 2)).transpose(1, 2)
