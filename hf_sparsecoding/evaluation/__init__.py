@@ -1,0 +1,1 @@
+"""How good a prediction is; knows no model and no task."""
