@@ -1,1 +1,1 @@
-"""How good a prediction is; knows no model and no task."""
+"""How good a prediction is (`images`), and what a saved model predicts (`predictions`)."""

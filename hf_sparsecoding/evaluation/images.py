@@ -36,8 +36,7 @@ def ssim(prediction: Float[Tensor, "n H W"], target: Float[Tensor, "n H W"]) -> 
     A Gaussian window of 11 x 11 pixels with standard deviation 1.5 slides over every pixel; the image is reflected at
     its borders, so sides from 6 pixels on will do.
     """
-    if importlib.util.find_spec("torchmetrics") is None:
-        raise ImportError("ssim needs torchmetrics: pip install hf-sparsecoding[plots]")
+    require_torchmetrics()
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     prediction, target = checked(prediction, target)
@@ -46,6 +45,12 @@ def ssim(prediction: Float[Tensor, "n H W"], target: Float[Tensor, "n H W"]) -> 
     return structural_similarity_index_measure(
         prediction[:, None], target[:, None], kernel_size=WINDOW, sigma=1.5, data_range=1.0, reduction="none"
     )
+
+
+def require_torchmetrics() -> None:
+    """Before long work whose end needs it."""
+    if importlib.util.find_spec("torchmetrics") is None:
+        raise ImportError("ssim needs torchmetrics: pip install hf-sparsecoding[plots]")
 
 
 @torch.no_grad()

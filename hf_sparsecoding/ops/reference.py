@@ -118,7 +118,7 @@ def transfer(
 def context_transfer(
     alpha: Float[Tensor, "B H N N"], weight: Float[Tensor, "h K"], length: int, aligned: bool
 ) -> Float[Tensor, "B H N N"]:
-    """`alpha_L[t, j] += lambda_i alpha_i[t - d_i, j]` (aligned: `j - d_i`); contexts and target have `length` tokens."""
+    """`alpha_L[t, j] += lambda_i alpha_i[t - d_i, j]` (aligned: `j - d_i`); `length` tokens per context."""
     heads, tokens = alpha.shape[1:3]
     contexts = weight.shape[1]
     lifted = alpha.clone()

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}  # -> transformers' names
 PRECISIONS = ("no", "bf16", "fp16")
+DECAYED = ("all", "matrices")
 # fields that decide where and how a run is watched, not what it computes
 BOOKKEEPING = {
     "output_dir",
@@ -30,9 +31,16 @@ class TrainingArguments:
     learning_rate: float = field(default=1e-2, metadata={"help": "highest learning rate, after the warm-up"})
     warmup_steps: int = field(default=10, metadata={"help": "steps over which the learning rate rises from 0"})
     schedule: str = field(default="linear", metadata={"help": "after the warm-up: linear or cosine (to 0), constant"})
+    final_learning_rate_share: float = field(
+        default=0.0, metadata={"help": "cosine ends at this share of learning_rate instead of 0"}
+    )
     weight_decay: float = field(default=0.0, metadata={"help": "AdamW's decoupled weight decay"})
+    weight_decay_on: str = field(
+        default="all", metadata={"help": "all parameters, or matrices: the weights of linear layers and embeddings"}
+    )
     max_grad_norm: float = field(default=1.0, metadata={"help": "largest gradient norm; 0 turns clipping off"})
     mixed_precision: str = field(default="no", metadata={"help": "autocast in training: no, bf16, fp16"})
+    compile: bool = field(default=False, metadata={"help": "torch.compile the model"})
     seed: int = field(default=0, metadata={"help": "seed of the weights, the data order and dropout"})
     checkpoint_every: int = field(default=100, metadata={"help": "steps between checkpoints; 0 writes none"})
     checkpoints_kept: int = field(default=2, metadata={"help": "how many of the newest checkpoints stay"})
@@ -49,6 +57,13 @@ class TrainingArguments:
             self._require(name, getattr(self, name) >= 0, "at least 0")
         self._require("learning_rate", self.learning_rate > 0, "above 0")
         self._require("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        self._require("weight_decay_on", self.weight_decay_on in DECAYED, f"one of {', '.join(DECAYED)}")
+        self._require("final_learning_rate_share", 0 <= self.final_learning_rate_share < 1, "from 0 to below 1")
+        if self.final_learning_rate_share and self.schedule != "cosine":
+            raise ValueError(
+                f"final_learning_rate_share={self.final_learning_rate_share} needs schedule='cosine', got "
+                f"{self.schedule!r}"
+            )
         self._require("mixed_precision", self.mixed_precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
         if self.warmup_steps >= self.steps:
             raise ValueError(

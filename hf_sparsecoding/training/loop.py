@@ -81,6 +81,7 @@ def make_accelerator(arguments: TrainingArguments) -> Accelerator:
             num_steps=arguments.gradient_accumulation_steps, sync_with_dataloader=False
         ),
         mixed_precision=arguments.mixed_precision,
+        dynamo_backend="inductor" if arguments.compile else "no",
         log_with=name,
         project_dir=arguments.output_dir,
     )
@@ -141,6 +142,25 @@ def _flat(values: dict) -> dict:
     return {k: v if isinstance(v, (int, float, str, bool)) else json.dumps(v) for k, v in values.items()}
 
 
+def _parameter_groups(model: torch.nn.Module, arguments: TrainingArguments) -> list[dict]:
+    """Trainable parameters with their weight decay."""
+    parameters = list(checkpoints.trainable(model).values())
+    if arguments.weight_decay_on == "all":
+        return [{"params": parameters, "weight_decay": arguments.weight_decay}]
+    matrices = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear | torch.nn.Embedding)}
+    groups = {arguments.weight_decay: [p for p in parameters if id(p) in matrices]}
+    groups.setdefault(0.0, []).extend(p for p in parameters if id(p) not in matrices)
+    return [{"params": group, "weight_decay": decay} for decay, group in groups.items() if group]
+
+
+def _make_scheduler(optimizer: torch.optim.Optimizer, arguments: TrainingArguments):
+    if arguments.final_learning_rate_share:
+        name, options = "cosine_with_min_lr", {"min_lr_rate": arguments.final_learning_rate_share}
+    else:
+        name, options = SCHEDULES[arguments.schedule], {}
+    return get_scheduler(name, optimizer, arguments.warmup_steps, arguments.steps, scheduler_specific_kwargs=options)
+
+
 class _Run:
     """Model, optimizer and history of one run."""
 
@@ -155,11 +175,9 @@ class _Run:
         identity = {**settings, **arguments.identity(), "num_processes": accelerator.num_processes}
         self.identity = json.loads(json.dumps(identity))
         self.parameters = parameters
-        optimizer = torch.optim.AdamW(parameters, lr=arguments.learning_rate, weight_decay=arguments.weight_decay)
+        optimizer = torch.optim.AdamW(_parameter_groups(model, arguments), lr=arguments.learning_rate)
         # not handed to accelerate, which would step it once per process
-        self.scheduler = get_scheduler(
-            SCHEDULES[arguments.schedule], optimizer, arguments.warmup_steps, arguments.steps
-        )
+        self.scheduler = _make_scheduler(optimizer, arguments)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.result = TrainingResult()
         set_seed(arguments.seed, device_specific=True)

@@ -288,3 +288,38 @@ def test_data_does_not_depend_on_numpy_state():
     one = batch(0, 4)["inputs"]
     np.random.seed(1)
     assert torch.equal(one, batch(0, 4)["inputs"])
+
+
+def test_weight_decay_leaves_out_what_is_no_matrix(tmp_path):
+    """Without a gradient from the loss, decay alone moves the parameters."""
+
+    def nothing(model, examples):
+        return 0 * mse(model, examples)
+
+    for decayed, moved in (("all", {"0.weight", "3.weight", "3.bias"}), ("matrices", {"0.weight", "3.weight"})):
+        model = make_model()
+        before = weights(model)
+        options = {"weight_decay": 0.5, "weight_decay_on": decayed, "checkpoint_every": 0}
+        train(model, batch, nothing, arguments(tmp_path, **options))
+        assert {name for name, value in weights(model).items() if not torch.equal(value, before[name])} == moved
+
+
+def test_cosine_ends_at_its_share(tmp_path):
+    rates = []
+    options = {"schedule": "cosine", "final_learning_rate_share": 0.1, "learning_rate": 1e-2, "steps": 50}
+    run = loop._Run(make_model(), arguments(tmp_path, **options), make_accelerator(arguments(tmp_path, **options)), {})
+    for step in range(50):
+        rates.append(run.learning_rate)
+        run.step(step, batch, mse)
+    rates.append(run.learning_rate)
+    assert rates[0] == 0
+    assert rates[1] == pytest.approx(1e-2)
+    assert rates[-1] == pytest.approx(1e-3)
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+
+
+@pytest.mark.slow
+def test_compiled_training_gives_the_same_losses(tmp_path):
+    plain = train(make_model(), batch, mse, arguments(tmp_path / "plain"))
+    compiled = train(make_model(), batch, mse, arguments(tmp_path / "compiled", compile=True))
+    np.testing.assert_allclose(compiled.losses, plain.losses, rtol=1e-5)

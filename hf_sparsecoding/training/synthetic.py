@@ -1,0 +1,218 @@
+"""What connects the synthetic tasks with the small models: sizes of a model for a task, losses, metrics.
+
+A task has `examples(start, count, split, seed)`, a pure function that gives arrays; a model takes them as tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from ..evaluation.images import image_metrics
+from ..models import (
+    SparseTransformerConfig,
+    SparseTransformerForImageRegression,
+    SparseTransformerForTokenClassification,
+)
+from ..tasks.compositional_images import CompositionalImages
+from ..tasks.raven import Raven
+from ..tasks.s_raven import SRaven
+from .command_line import near_match
+from .loop import ShuffledOrder
+
+
+Examples = dict[str, Tensor]
+PREFIXES = {"test": "", "ood": "ood_", "validation": "validation_"}  # of the metrics' names
+
+
+@dataclass(frozen=True)
+class SyntheticTask:
+    """A task class, the model that solves it, and how the two fit.
+
+    sizes: (task, contexts, patch size) -> fields of the model's configuration.
+    contexts: what a context may be; the first is the default.
+    splits: splits to evaluate on.
+    """
+
+    task: type
+    model: type
+    sizes: Callable[[Any, str, int], dict]
+    contexts: tuple[str, ...]
+    splits: tuple[str, ...]
+    images: bool
+
+
+def s_raven_sizes(task: SRaven, contexts: str, patch_size: int) -> dict:
+    return {
+        "input_type": "one_hot",
+        "num_values": task.values,
+        "sequence_length": 9 * task.features,
+        "context_length": (3 if contexts == "rows" else 1) * task.features,
+        "target_length": task.features,
+    }
+
+
+def raven_sizes(task: Raven, contexts: str, patch_size: int) -> dict:
+    patches = patches_per_image(task.size, patch_size)
+    context_length = (3 if contexts == "rows" else 1) * patches
+    return image_sizes(task.size, patch_size, 9 * patches, context_length, patches)
+
+
+def compositional_sizes(task: CompositionalImages, contexts: str, patch_size: int) -> dict:
+    size = task.cells * task.cell_size
+    patches = patches_per_image(size, patch_size)
+    return image_sizes(size, patch_size, 2 * (task.pairs + 1) * patches, 2 * patches, patches)
+
+
+def patches_per_image(size: int, patch_size: int) -> int:
+    if patch_size < 1 or size % patch_size:
+        raise ValueError(f"patch_size must divide the pictures' side of {size} pixels, got {patch_size}")
+    return (size // patch_size) ** 2
+
+
+def image_sizes(size: int, patch_size: int, sequence_length: int, context_length: int, target_length: int) -> dict:
+    return {
+        "input_type": "patches",
+        "image_size": size,
+        "patch_size": patch_size,
+        "sequence_length": sequence_length,
+        "context_length": context_length,
+        "target_length": target_length,
+    }
+
+
+TASKS = {
+    "s_raven": SyntheticTask(
+        SRaven, SparseTransformerForTokenClassification, s_raven_sizes, ("rows", "panels"), ("test", "ood"), False
+    ),
+    "raven": SyntheticTask(
+        Raven, SparseTransformerForImageRegression, raven_sizes, ("rows", "panels"), ("test",), True
+    ),
+    "compositional_images": SyntheticTask(
+        CompositionalImages,
+        SparseTransformerForImageRegression,
+        compositional_sizes,
+        ("pairs",),
+        ("test", "ood"),
+        True,
+    ),
+}
+
+
+def make_task(name: str, options: str) -> Any:
+    """The task of a name in `TASKS`; `options` are its fields as JSON text."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}{near_match(name, list(TASKS))}")
+    kind = TASKS[name].task
+    known = [option.name for option in fields(kind)]
+    try:
+        values = json.loads(options)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"task_options is not JSON ({error.msg}): {options}") from error
+    for option in values:
+        if option not in known:
+            raise ValueError(f"task {name} has no option {option!r}{near_match(option, known)}")
+    return kind(**values)
+
+
+def make_model(kind: SyntheticTask, task: Any, contexts: str, options: dict) -> torch.nn.Module:
+    """A new model for the task; `options` are fields of its configuration."""
+    contexts = contexts or kind.contexts[0]
+    if contexts not in kind.contexts:
+        raise ValueError(f"contexts must be one of {', '.join(kind.contexts)} for this task, got {contexts!r}")
+    sizes = kind.sizes(task, contexts, options["patch_size"])
+    return kind.model(SparseTransformerConfig(**{**options, **sizes}))
+
+
+def tensors(arrays: dict[str, np.ndarray]) -> Examples:
+    """Arrays of a task as a model's `inputs` and `labels`."""
+    renamed = {"inputs" if name == "input_ids" else name: array for name, array in arrays.items()}
+    return {name: torch.from_numpy(array) for name, array in renamed.items()}
+
+
+class TrainingData:
+    """`batch(start, count)` for the training loop: fresh problems, or a fixed number of them in shuffled epochs."""
+
+    def __init__(self, task: Any, seed: int, items: int = 0):
+        self.task, self.seed = task, seed
+        if items:
+            self.fixed, self.order = task.examples(0, items, "train", seed), ShuffledOrder(items, seed)
+        else:
+            self.fixed = None
+
+    def __call__(self, start: int, count: int) -> Examples:
+        if self.fixed is None:
+            return tensors(self.task.examples(start, count, "train", self.seed))
+        indices = self.order(start, count)
+        return tensors({name: array[indices] for name, array in self.fixed.items()})
+
+
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module,
+    kind: SyntheticTask,
+    task: Any,
+    accelerator: Accelerator,
+    items: int,
+    batch_size: int,
+    seed: int,
+) -> dict[str, float]:
+    """Metrics on `items` problems of every split, shared by the processes.
+
+    Numbers: `accuracy` (all numbers of the target right), `accuracy_per_feature`. Images: see `image_metrics`. Sparse
+    coding also: `zero_share`, the share of coefficients that are exactly zero (before transfer), over all layers and
+    per layer.
+    """
+    model.eval()
+    metrics: dict[str, float] = {}
+    for split in kind.splits:
+        starts = range(0, items, batch_size)
+        mine = list(starts)[accelerator.process_index :: accelerator.num_processes]
+        measured = []
+        for start in mine:
+            count = min(batch_size, items - start)
+            batch = tensors(task.examples(start, count, split, seed))
+            batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+            with accelerator.autocast():
+                logits = model(batch["inputs"]).logits.float()
+            measured.append((start, count, measure(kind, logits, batch["labels"])))
+        # in the order of the problems: the same sum whatever the number of processes
+        everyone = sorted(gather_object(measured), key=lambda entry: entry[0])
+        for name in everyone[0][2]:
+            total = sum(count * values[name] for _, count, values in everyone)
+            metrics[PREFIXES[split] + name] = total / items
+    metrics.update(zero_shares(model, task, accelerator, min(items, batch_size), seed))
+    return metrics
+
+
+def measure(kind: SyntheticTask, logits: Tensor, labels: Tensor) -> dict[str, float]:
+    if not kind.images:
+        return accuracies(logits, labels)
+    # ink is between 0 and 1: a picture has no other values
+    return image_metrics(logits.clamp(0, 1).flatten(0, 1), labels.flatten(0, 1))
+
+
+def accuracies(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    right = logits.argmax(-1) == labels
+    return {"accuracy": right.all(-1).float().mean().item(), "accuracy_per_feature": right.float().mean().item()}
+
+
+def zero_shares(model: torch.nn.Module, task: Any, accelerator: Accelerator, items: int, seed: int) -> dict:
+    """Share of zero coefficients on one batch of "test"; empty for mixers without a threshold."""
+    if model.config.mixer != "sparse_coding":
+        return {}
+    batch = tensors(task.examples(0, items, "test", seed))
+    attentions = model(batch["inputs"].to(accelerator.device), output_attentions=True).attentions
+    # the contexts' rows: what the target receives comes after the threshold
+    rows = -model.config.context_length if model.config.transfer != "none" else None
+    shares = [(alpha[:, :, :rows] == 0).float().mean().item() for alpha in attentions]
+    layers = {f"zero_share_layer_{i}": share for i, share in enumerate(shares)}
+    return {"zero_share": sum(shares) / len(shares), **layers}

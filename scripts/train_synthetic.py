@@ -1,0 +1,161 @@
+"""Train a small model on a synthetic task, evaluate it on test and out-of-distribution problems.
+
+    python scripts/train_synthetic.py --config scripts/configs/s_raven/base.yaml --mixer hyla --seed 1
+    python scripts/train_synthetic.py --config scripts/configs/raven/center.yaml --steps 100 --output_dir outputs/try
+
+Started again after an interruption, it goes on from its newest checkpoint. Several processes on one machine:
+`accelerate launch`, or `python -m torch.distributed.run --nproc_per_node 2` (on CPU with ACCELERATE_USE_CPU=1), before
+`scripts/train_synthetic.py`. --output_dir receives the model (as `save_pretrained` writes it) and results.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate.utils import set_seed
+
+from hf_sparsecoding.evaluation.images import require_torchmetrics
+from hf_sparsecoding.reports import results, tables
+from hf_sparsecoding.training import TrainingArguments, TrainingResult, make_accelerator, train
+from hf_sparsecoding.training.command_line import near_match, parse
+from hf_sparsecoding.training.synthetic import TASKS, TrainingData, evaluate, make_model, make_task
+
+
+@dataclass(frozen=True)
+class SyntheticArguments:
+    """The task, and what is measured on it."""
+
+    task: str = field(default="s_raven", metadata={"help": f"{', '.join(TASKS)}"})
+    task_options: str = field(default="{}", metadata={"help": "options of the task as JSON text"})
+    train_items: int = field(default=0, metadata={"help": "problems to train on in epochs; 0: all are fresh"})
+    eval_items: int = field(default=10240, metadata={"help": "problems per split to evaluate on"})
+    eval_batch_size: int = field(default=256, metadata={"help": "problems per forward pass in evaluation"})
+    eval_seed: int = field(default=0, metadata={"help": "seed of the evaluation problems, the same for every --seed"})
+    threshold_warmup: int = field(default=0, metadata={"help": "steps over which the threshold grows from 0"})
+    method: str = field(default="", metadata={"help": "name in the results; default: mixer and transfer"})
+    experiment: str = field(default="synthetic", metadata={"help": "name of the experiment in the results"})
+
+    def __post_init__(self):
+        if self.task not in TASKS:
+            raise ValueError(f"unknown task {self.task!r}{near_match(self.task, list(TASKS))}")
+        for name in ("eval_items", "eval_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("train_items", "threshold_warmup"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """Fields of SparseTransformerConfig; the sizes that the task decides are left out."""
+
+    mixer: str = field(default="softmax", metadata={"help": "softmax, sparse_coding, hyla, linear"})
+    transfer: str = field(default="none", metadata={"help": "none, paper, aligned"})
+    transfer_stage: str = field(default="coefficients", metadata={"help": "coefficients, or scores"})
+    contexts: str = field(default="", metadata={"help": "what a context is: rows or panels (RAVENs), pairs (images)"})
+    transfer_per_head: bool = field(default=False, metadata={"help": "one lambda per head and context"})
+    transfer_init: float = field(default=0.0, metadata={"help": "initial lambda"})
+    threshold: float = field(default=0.3, metadata={"help": "initial xi of sparse_coding"})
+    threshold_type: str = field(default="fixed", metadata={"help": "xi is fixed, or learned per layer or head"})
+    phi: str = field(default="linear", metadata={"help": "linear or relu encoding dictionary"})
+    psi: str = field(default="linear", metadata={"help": "linear or relu decoding dictionary"})
+    score_norm: str = field(default="", metadata={"help": "none, heads or keys; default: the mixer's"})
+    output_norm: str = field(default="none", metadata={"help": "none, or head: RMS-normalise each head's output"})
+    patch_size: int = field(default=4, metadata={"help": "side of a token's patch in pixels, for images"})
+    hidden_size: int = field(default=128, metadata={"help": "width"})
+    intermediate_size: int = field(default=256, metadata={"help": "width of the MLP"})
+    num_hidden_layers: int = field(default=4, metadata={"help": "layers"})
+    num_attention_heads: int = field(default=16, metadata={"help": "heads"})
+    head_dim: int = field(default=4, metadata={"help": "size of queries, keys and values per head"})
+    position_bias: str = field(default="past", metadata={"help": "none, past, both: bias per distance"})
+    norm: str = field(default="layer", metadata={"help": "layer or rms normalisation"})
+    use_bias: bool = field(default=True, metadata={"help": "biases in linear layers and norms"})
+
+    def options(self) -> dict:
+        """Fields of the configuration."""
+        values = asdict(self)
+        del values["contexts"]
+        return {**values, "score_norm": self.score_norm or None}
+
+
+def mean_loss(model: torch.nn.Module, batch: dict, arguments: SyntheticArguments) -> torch.Tensor:
+    scale = min(1.0, batch["step"] / arguments.threshold_warmup) if arguments.threshold_warmup else 1.0
+    return model(batch["inputs"], labels=batch["labels"], threshold_scale=scale).loss
+
+
+def run(arguments: SyntheticArguments, model_arguments: ModelArguments, training: TrainingArguments) -> dict:
+    """Train and measure; the run as results.json holds it."""
+    kind, task = TASKS[arguments.task], make_task(arguments.task, arguments.task_options)
+    if kind.images:
+        require_torchmetrics()
+    accelerator = make_accelerator(training)
+    set_seed(training.seed)
+    model = make_model(kind, task, model_arguments.contexts, model_arguments.options()).to(accelerator.device)
+    measure = partial(
+        evaluate,
+        kind=kind,
+        task=task,
+        accelerator=accelerator,
+        items=arguments.eval_items,
+        batch_size=arguments.eval_batch_size,
+        seed=arguments.eval_seed,
+    )
+    settings = {**asdict(arguments), **asdict(model_arguments), **training.identity()}
+    for name in ("method", "experiment"):
+        del settings[name]
+    data = TrainingData(task, training.seed, arguments.train_items)
+    history = train(
+        model,
+        lambda start, count: {**data(start, count), "step": start // training.batch_size},
+        partial(mean_loss, arguments=arguments),
+        training,
+        accelerator=accelerator,
+        settings=settings,
+        evaluate=measure,
+    )
+    metrics = measure(model)
+    made = make_run(model, history, {**settings, "num_processes": accelerator.num_processes}, metrics)
+    made["method"] = arguments.method or f"{model_arguments.mixer}, transfer: {model_arguments.transfer}"
+    if accelerator.is_main_process:
+        save(model, made, arguments.experiment, Path(training.output_dir), accelerator.device)
+    accelerator.log(metrics, step=training.steps)
+    accelerator.end_training()
+    return made
+
+
+def make_run(model: torch.nn.Module, history: TrainingResult, settings: dict, metrics: dict) -> dict:
+    batch_size = settings["batch_size"]
+    last = history.losses[-100:]
+    return {
+        "method": "",
+        "seed": settings["seed"],
+        "trainable_parameters": sum(value.numel() for value in model.parameters() if value.requires_grad),
+        "samples": settings["steps"] * batch_size,
+        "settings": settings,
+        "metrics": {**metrics, "train_loss": sum(last) / len(last), "step_seconds": history.step_seconds},
+        "history": [{"samples": entry["step"] * batch_size, **entry} for entry in history.evaluations],
+    }
+
+
+def save(model: torch.nn.Module, made: dict, experiment: str, output: Path, device: torch.device) -> None:
+    model.save_pretrained(output)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    results.write(output / results.FILE, results.new(experiment, [made], device=name))
+    rows = [[name, tables.number(value)] for name, value in made["metrics"].items()]
+    print(tables.table(["metric", made["method"]], rows))
+    print(f"wrote the model and {output / results.FILE}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    run(*parse([SyntheticArguments, ModelArguments, TrainingArguments], argv, __doc__))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
