@@ -20,20 +20,21 @@ BEFORE, AFTER = "#9aa5b1", "#2a6f97"
 def require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
-            "pictures need matplotlib: pip install hf-sparsecoding[plots], or leave them out with --no_plots"
+            "pictures need matplotlib: pip install hf-sparsecoding[plots]; adapt.py leaves them out with --no_plots"
         )
 
 
-def _figure(width: float, height: float, panels: int):
+def new_figure(width: float, height: float, columns: int, rows: int = 1, **options):
+    """(figure, axes [rows][columns]) of a size in inches."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(1, panels, figsize=(width, height), squeeze=False, layout="constrained")
+    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained", **options)
 
 
-def _save(figure, path: str | Path) -> Path:
+def save_figure(figure, path: str | Path) -> Path:
     import matplotlib.pyplot as plt
 
     path = Path(path)
@@ -55,7 +56,7 @@ def accuracy_per_rule(run: dict, path: str | Path) -> Path:
     metrics, items = run["metrics"], run["settings"]["items"]
     splits = [prefix for prefix in ("", "ood_") if f"{prefix}accuracy_before" in metrics]
     rows = 1 + max(len(groups(metrics, prefix)) for prefix in splits)
-    figure, axes = _figure(5.5 * len(splits), 1.2 + 0.45 * rows, len(splits))
+    figure, axes = new_figure(5.5 * len(splits), 1.2 + 0.45 * rows, len(splits))
     for axis, prefix in zip(axes[0], splits, strict=True):
         names = ["", *(f"_{name}" for name in groups(metrics, prefix))]
         for offset, when, colour in ((-0.2, "before", BEFORE), (0.2, "after", AFTER)):
@@ -71,7 +72,7 @@ def accuracy_per_rule(run: dict, path: str | Path) -> Path:
         axis.set(xlim=(0, 1), xlabel="accuracy (95 % interval)", title="out of distribution" if prefix else "test")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     figure.suptitle(run["method"])
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def read_lambda(adapter: str | Path) -> tuple[np.ndarray, list[str]] | None:
@@ -127,7 +128,7 @@ def learned_lambda(adapter: str | Path, path: str | Path) -> Path | None:
         ticks, across = [str(head) for head in range(heads)], "head"
     limit = np.nanmax(np.abs(numbers)) or 1.0
     columns = max(len(ticks), 4)
-    figure, axes = _figure(1.2 + (0.6 + 0.22 * columns) * len(panels), 1.5 + 0.18 * max(layers, 6), len(panels))
+    figure, axes = new_figure(1.2 + (0.6 + 0.22 * columns) * len(panels), 1.5 + 0.18 * max(layers, 6), len(panels))
     for axis, (title, values) in zip(axes[0], panels, strict=True):
         image = axis.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
         every = max(1, len(ticks) // 16)
@@ -135,4 +136,4 @@ def learned_lambda(adapter: str | Path, path: str | Path) -> Path | None:
         axis.set(title=title, xlabel=across)
     axes[0][0].set_ylabel("layer")
     figure.colorbar(image, ax=axes[0].tolist(), label="lambda")
-    return _save(figure, path)
+    return save_figure(figure, path)
