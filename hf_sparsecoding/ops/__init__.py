@@ -12,6 +12,7 @@ from .coefficients import (
 )
 from .contexts import absolute_transfer, aligned_transfer, transferred_coefficients
 from .mixers import hyla, rms_over_heads, rms_over_keys, rms_per_head
+from .normalised_threshold import normalised_soft_threshold
 from .transfer import context_sum, transfer, transfer_lags
 
 
@@ -22,6 +23,7 @@ __all__ = [
     "context_sum",
     "hyla",
     "linear",
+    "normalised_soft_threshold",
     "prox",
     "relu",
     "rms_over_heads",

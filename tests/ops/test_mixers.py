@@ -3,10 +3,18 @@
 import pytest
 import torch
 
-from hf_sparsecoding.ops import hyla, reference, rms_over_heads, rms_over_keys, rms_per_head
+from hf_sparsecoding.ops import (
+    hyla,
+    normalised_soft_threshold,
+    normalised_threshold,
+    reference,
+    rms_over_heads,
+    rms_over_keys,
+    rms_per_head,
+)
 from hf_sparsecoding.ops.mixers import EPSILON
 
-from .tolerance import assert_close, bfloat16_grid
+from .tolerance import DTYPES, assert_close, bfloat16_grid
 
 
 def assert_same(function, expected, operands):
@@ -41,3 +49,39 @@ def test_zeros_stay_zeros(function):
     assert (out == 0).all()
     (gradient,) = torch.autograd.grad(out.sum(), zeros)
     assert gradient.isfinite().all()
+
+
+def normalised_then_thresholded(scores, threshold):
+    return reference.coefficients("soft_threshold", reference.rms_normalised(scores, 1, EPSILON), threshold=threshold)
+
+
+@pytest.mark.parametrize("block", [1, 100, 1 << 18])
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0, 5.0])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (3, 65)])
+def test_normalised_threshold(queries, keys, threshold, block, monkeypatch):
+    monkeypatch.setattr(normalised_threshold, "BLOCK_ELEMENTS", block)
+    scores = bfloat16_grid(5, 3, queries, keys, seed=0).requires_grad_()
+    assert_same(
+        lambda s: normalised_soft_threshold(s, threshold),
+        lambda s: normalised_then_thresholded(s, threshold),
+        [scores],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_normalised_threshold_in_every_dtype(dtype):
+    exact = bfloat16_grid(2, 4, 7, 7, seed=0)
+    value = normalised_soft_threshold(exact.to(dtype), 0.3)
+    assert value.dtype == dtype
+    assert_close(value, normalised_then_thresholded(exact, 0.3))
+
+
+def test_normalised_threshold_of_zeros_and_of_a_learned_xi():
+    zeros = torch.zeros(2, 3, 4, 5, requires_grad=True)
+    out = normalised_soft_threshold(zeros, 0.1)
+    (gradient,) = torch.autograd.grad(out.sum(), zeros)
+    assert (out == 0).all()
+    assert (gradient == 0).all()
+    scores = bfloat16_grid(2, 3, 4, 5, seed=0).requires_grad_()
+    xi = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    assert_same(normalised_soft_threshold, normalised_then_thresholded, [scores, xi])

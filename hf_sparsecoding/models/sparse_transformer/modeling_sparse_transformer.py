@@ -18,6 +18,7 @@ from ...ops import (
     aligned_transfer,
     coefficients,
     hyla,
+    normalised_soft_threshold,
     rms_over_heads,
     rms_over_keys,
     rms_per_head,
@@ -56,14 +57,19 @@ class SparseTransformerAttention(nn.Module):
 
     def scores(self, query: Tensor, key: Tensor, distances: Tensor | None) -> Tensor:
         scores = (query * self.config.head_dim**-0.5) @ key.mT  # [B, H, N, N]
-        if distances is not None:
-            scores = scores + self.position_bias[:, distances]
-        return SCORE_NORMS[self.config.score_norm](scores)
+        return scores if distances is None else scores + self.position_bias[:, distances]
 
     def coefficients(self, scores: Tensor, threshold_scale: float) -> Tensor:
-        if self.config.mixer == "softmax":
+        config = self.config
+        if config.transfer_stage == "scores":
+            scores = self.lift(SCORE_NORMS[config.score_norm](scores))
+        elif config.mixer == "sparse_coding" and config.score_norm == "heads":
+            return normalised_soft_threshold(scores, threshold_scale * self.threshold())
+        else:
+            scores = SCORE_NORMS[config.score_norm](scores)
+        if config.mixer == "softmax":
             return coefficients.softmax(scores)
-        if self.config.mixer == "sparse_coding":
+        if config.mixer == "sparse_coding":
             return coefficients.soft_threshold(scores, threshold_scale * self.threshold())
         return scores
 
@@ -83,10 +89,7 @@ class SparseTransformerAttention(nn.Module):
         query, key, value = projected.permute(2, 0, 3, 1, 4)  # [B, H, N, D] each
         key = key.relu() if config.phi == "relu" else key
         value = value.relu() if config.psi == "relu" else value
-        scores = self.scores(query, key, distances)
-        if config.transfer_stage == "scores":
-            scores = self.lift(scores)
-        alpha = self.coefficients(scores, threshold_scale)
+        alpha = self.coefficients(self.scores(query, key, distances), threshold_scale)
         transferred = config.transfer != "none" and config.transfer_stage == "coefficients"
         lifted = self.lift(alpha) if transferred and (output or config.mixer == "hyla") else alpha
         if config.mixer == "hyla":
