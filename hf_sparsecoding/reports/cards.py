@@ -11,7 +11,7 @@ METHOD are names of the folder's results.json:
     {{notes}}                                 what runs say about themselves (cut short, ...)
     {{pictures}}                              every .png of the folder
 
-A folder without card.md gets the text in `DEFAULT`. In other files (the README), a block between
+Names with spaces stand in quotes. A folder without card.md gets the text in `DEFAULT`. In other files (the README), a block between
 `<!-- generated:NAME -->` and `<!-- /generated -->` holds `model_cards/NAME.md`, and
 `<!-- generated:EXPERIMENT table METRIC ... -->` holds that directive of an experiment.
 """
@@ -19,6 +19,7 @@ A folder without card.md gets the text in `DEFAULT`. In other files (the README)
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from . import results as results_io
@@ -60,7 +61,7 @@ def render_card(folder: str | Path) -> str:
 
 
 def directive(text: str, folder: Path, results: dict, source: str) -> str:
-    name, *arguments = text.split()
+    name, *arguments = shlex.split(text)
     if name not in DIRECTIVES:
         raise ValueError(f"{source}: unknown directive {text!r}; known: {', '.join(sorted(DIRECTIVES))}")
     try:

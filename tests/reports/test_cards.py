@@ -44,6 +44,12 @@ def test_template(tmp_path):
     assert card.endswith("```bash\nown\n```\n")
 
 
+def test_names_with_spaces_stand_in_quotes(tmp_path):
+    template = '{{value "few, more" accuracy_after}}\n{{table accuracy_after vs="few, more"}}\n'
+    card = render_card(make_folder(tmp_path, template, runs=[example_run("few, more"), example_run("x")]))
+    assert "accuracy_after vs few, more" in card
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
