@@ -1,10 +1,9 @@
-import numpy as np
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import HfArgumentParser
 
+from hf_sparsecoding.benchmarks import adapter, mixers
 from hf_sparsecoding.reports import results
-from scripts import benchmark
-from scripts.benchmark import BASE, BenchmarkArguments, adapted, main, median_ratio, take_turns
+from scripts.benchmark import BenchmarkArguments, main
 
 
 SIZES = {
@@ -20,7 +19,7 @@ SIZES = {
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """Arguments for a tiny random model that is known by name."""
-    monkeypatch.setitem(benchmark.RANDOM_MODELS, "tiny", SIZES)
+    monkeypatch.setitem(adapter.RANDOM_MODELS, "tiny", SIZES)
 
     def arguments(**changes):
         values = {"model": ["tiny"], "length": 36, "rounds": 2, "warmup": 1, "progress": False}
@@ -29,13 +28,22 @@ def small(tmp_path, monkeypatch):
     return arguments
 
 
-def test_run_writes_every_contender(small, tmp_path, capsys):
+@pytest.fixture
+def small_mixers(tmp_path):
+    def arguments(**changes):
+        values = {"suite": "mixers", "batch_size": 2, "rounds": 2, "warmup": 1, "progress": False}
+        return BenchmarkArguments(**{**values, "output_dir": str(tmp_path), **changes})
+
+    return arguments
+
+
+def test_adapter_run_writes_every_contender(small, tmp_path, capsys):
     main(small(dtype=["float32", "bfloat16"], batch_size=2))
     written, printed = results.load(tmp_path / results.FILE), capsys.readouterr().out
     assert written["experiment"] == "adapter-overhead"
-    assert [run["settings"]["adapter"] for run in written["runs"]] == [BASE, *benchmark.METHODS] * 2
+    assert [run["settings"]["adapter"] for run in written["runs"]] == [adapter.BASE, *adapter.METHODS] * 2
     counts = {run["settings"]["adapter"]: run["trainable_parameters"] for run in written["runs"]}
-    assert (counts[BASE], counts["lags_per_head"], counts["lags_per_layer"]) == (0, 2 * 2 * 3, 2 * 3)
+    assert (counts[adapter.BASE], counts["lags_per_head"], counts["lags_per_layer"]) == (0, 2 * 2 * 3, 2 * 3)
     for run in written["runs"]:
         metrics = run["metrics"]
         for name in ("step_ratio_to_base", "step_ratio_to_lora"):
@@ -53,60 +61,60 @@ def test_any_peft_config_without_lora(small):
     assert "step_ratio_to_lora" not in base["metrics"]
 
 
-def test_contenders_share_weights_and_train_their_own():
-    base = LlamaForCausalLM(LlamaConfig(**SIZES)).requires_grad_(False)
-    config = benchmark.adapter_configs(["lags_per_head"])["lags_per_head"]
-    frozen, first, second = adapted(base, None), adapted(base, config), adapted(base, config)
-    pointers = {tensor.data_ptr() for tensor in base.parameters()}
-    for model in (frozen, first, second):
-        assert pointers == {p.data_ptr() for p in model.parameters() if not p.requires_grad}
-    tokens = benchmark.random_rows(BenchmarkArguments(length=20), SIZES["vocab_size"])
-    before = [tensor.clone() for tensor in base.parameters()]
-    for model in (frozen, first):
-        benchmark.training_step(model, tokens)()
-    assert all((old == new).all() for old, new in zip(before, base.parameters(), strict=True))
-    assert all(p.any() for p in first.parameters() if p.requires_grad)
-    assert not any(p.any() for p in second.parameters() if p.requires_grad)
+def test_mixers_run_writes_every_contender(small_mixers, tmp_path, capsys):
+    main(small_mixers())
+    written, printed = results.load(tmp_path / results.FILE), capsys.readouterr().out
+    assert written["experiment"] == "sparse-transformer-throughput"
+    runs = {run["method"]: run for run in written["runs"]}
+    assert tuple(runs) == mixers.METHODS
+    for name, run in runs.items():
+        metrics = run["metrics"]
+        ratios = ["step_ratio_to_softmax"] + ["step_ratio_to_no_transfer"] * (run["settings"]["transfer"] != "none")
+        for ratio in ratios:
+            assert 0 < metrics[f"{ratio}_low"] <= metrics[ratio] <= metrics[f"{ratio}_high"]
+        assert metrics["samples_per_second"] == pytest.approx(2 / metrics["step_seconds"])
+        assert len(metrics) == 2 + 3 * len(ratios)
+        assert (run["samples"], run["settings"]["batch"], name in printed) == (4, 2, True)
+    assert runs["softmax"]["trainable_parameters"] == 402_824
+    assert runs["softmax_aligned"]["trainable_parameters"] == 402_824 + 4 * 16 * 2
+    assert runs["softmax"]["metrics"]["step_ratio_to_softmax"] == 1
+    assert (tmp_path / "step_ratio.png").is_file()
 
 
-def test_base_step_reaches_the_embeddings():
-    model = adapted(LlamaForCausalLM(LlamaConfig(**SIZES)).requires_grad_(False), None)
-    reached = []
-
-    def watch(module, args, output):
-        output.register_hook(reached.append)
-
-    model.get_input_embeddings().register_forward_hook(watch)
-    benchmark.training_step(model, benchmark.random_rows(BenchmarkArguments(length=20), SIZES["vocab_size"]))()
-    assert len(reached) == 1
+def test_options_are_the_suites_own():
+    assert BenchmarkArguments(length=36).options() == {**adapter.defaults(), "length": 36}
+    assert BenchmarkArguments(suite="mixers").options() == {
+        "method": list(mixers.METHODS),
+        "batch_size": 128,
+        "compile": False,
+    }
 
 
-def test_every_round_has_every_contender(small):
-    calls = []
-    contenders = {name: lambda name=name: calls.append(name) for name in "abc"}
-    seconds = take_turns(contenders, small(rounds=5, warmup=1), "")
-    assert all(len(values) == 5 for values in seconds.values())
-    rounds = [calls[i : i + 3] for i in range(0, 18, 3)]
-    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
-    assert len({tuple(names) for names in rounds}) > 1
+def test_options_on_the_command_line():
+    (parsed,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses(
+        ["--suite", "mixers", "--method", "softmax", "hyla", "--batch_size", "16", "--compile", "--clock", "cpu"]
+    )
+    assert parsed.options() == {"method": ["softmax", "hyla"], "batch_size": 16, "compile": True}
+    assert (parsed.clock, parsed.rounds) == ("cpu", 20)
+    (parsed,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses([])
+    assert parsed.options() == adapter.defaults()
 
 
-def test_ratio_is_taken_within_rounds():
-    slow_and_fast = np.array([1.0, 10.0, 1.0, 10.0, 1.0])
-    assert median_ratio(1.5 * slow_and_fast, slow_and_fast, seed=0) == (1.5, 1.5, 1.5)
+@pytest.mark.parametrize("foreign", [{"length": 36}, {"model": ["tiny"]}, {"dtype": ["float32"]}])
+def test_options_of_another_suite_are_refused(small_mixers, foreign):
+    with pytest.raises(ValueError, match=f"{next(iter(foreign))} does not apply to suite 'mixers'"):
+        small_mixers(**foreign)
 
 
-def test_model_that_was_not_fetched(small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_SPARSECODING_CACHE", str(tmp_path))
-    assert list(benchmark.available_models(["tiny", benchmark.FETCHED])) == ["tiny"]
-    assert "scripts/fetch_assets.py" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"scripts/fetch_assets\.py"):
-        benchmark.available_models([benchmark.FETCHED])
-    (tmp_path / benchmark.FETCHED).mkdir()
-    assert benchmark.available_models([benchmark.FETCHED]) == {benchmark.FETCHED: str(tmp_path / benchmark.FETCHED)}
+def test_compile_is_not_for_adapters(small):
+    with pytest.raises(ValueError, match="compile does not apply to suite 'adapter'"):
+        small(compile=True)
 
 
-@pytest.mark.parametrize("wrong", [{"suite": "x"}, {"clock": "x"}, {"rounds": 0}, {"length": 0}, {"warmup": -1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"suite": "x"}, {"clock": "x"}, {"rounds": 0}, {"length": 0}, {"warmup": -1}, {"batch_size": 0}, {"threads": 0}],
+)
 def test_arguments_are_checked(small, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         small(**wrong)
