@@ -10,7 +10,7 @@ from .coefficients import (
     thresholded_softmax,
     top_k,
 )
-from .contexts import absolute_transfer, aligned_transfer, transferred_coefficients
+from .contexts import absolute_transfer, aligned_decode, transferred_coefficients
 from .mixers import hyla, rms_over_heads, rms_over_keys, rms_per_head
 from .normalised_threshold import normalised_soft_threshold
 from .transfer import context_sum, transfer, transfer_lags
@@ -19,7 +19,7 @@ from .transfer import context_sum, transfer, transfer_lags
 __all__ = [
     "COEFFICIENTS",
     "absolute_transfer",
-    "aligned_transfer",
+    "aligned_decode",
     "context_sum",
     "hyla",
     "linear",

@@ -12,9 +12,12 @@ B batch, H heads, N tokens, D head dim, K contexts (paper: L-1), C tokens per co
 Source: arXiv 2511.20194, lifting scheme; aligned transfer is this package's own.
 """
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def absolute_transfer(
@@ -25,18 +28,54 @@ def absolute_transfer(
     return (contexts * weight[:, :, None, None]).sum(2)
 
 
-def aligned_transfer(
+def aligned_decode(
     alpha: Float[Tensor, "B H N N"], values: Float[Tensor, "B H N D"], weight: Float[Tensor, "h K"], length: int
-) -> Float[Tensor, "B H C D"]:
-    """What the target's tokens receive: `sum_i lambda_i alpha_i psi`, psi moved by d_i; no copy of alpha."""
+) -> Float[Tensor, "B H N D"]:
+    """`alpha psi` with aligned transfer to the last `length` tokens: coefficients of context i meet psi moved by d_i."""
+    if torch.compiler.is_compiling():
+        received = transferred_coefficients(alpha, weight, length, aligned=True) @ values
+        out = alpha @ values
+        return torch.cat([out[:, :, :-length], out[:, :, -length:] + received], 2)
+    return _AlignedDecode.apply(alpha, values, weight, length)
+
+
+class _AlignedDecode(torch.autograd.Function):
+    """Adds the contexts' part in place, in both directions: slices of alpha would each be padded in the backward."""
+
+    @staticmethod
+    def forward(ctx, alpha, values, weight, length):
+        out = alpha @ values
+        alpha, values = alpha.to(out.dtype), values.to(out.dtype)  # autocast may have given out another type
+        share, products = weight.to(out.dtype)[..., None, None], []
+        for i, rows, distance in _aligned_rows(alpha, weight, length):
+            products.append(rows @ values[:, :, distance:])
+            out[:, :, -length:].addcmul_(products[-1], share[:, i])
+        ctx.save_for_backward(alpha, values, weight, *products)
+        ctx.length = length
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        alpha, values, weight, *products = ctx.saved_tensors
+        grad_alpha, grad_values = grad @ values.mT, alpha.mT @ grad
+        target, sums, lam = grad[:, :, -ctx.length :], [], weight.to(grad.dtype)[..., None, None]
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        for i, rows, distance in _aligned_rows(alpha, weight, ctx.length):
+            share = target * lam[:, i]
+            place = slice(i * ctx.length, (i + 1) * ctx.length)
+            grad_alpha[:, :, place, : rows.shape[-1]] += share @ values[:, :, distance:].mT
+            grad_values[:, :, distance:] += rows.mT @ share
+            sums.append((target * products[i]).sum((0, 2, 3), dtype=wide))
+        return grad_alpha, grad_values, torch.stack(sums, 1).sum_to_size(weight.shape).to(weight.dtype), None
+
+
+def _aligned_rows(alpha: Tensor, weight: Tensor, length: int) -> Iterator[tuple[int, Tensor, int]]:
+    """(i, the rows of context i as far as their keys have a place after the move, d_i)."""
     contexts = weight.shape[1]
-    total = None
     for i in range(contexts):
         distance = (contexts - i) * length
-        rows = alpha[:, :, i * length : (i + 1) * length, : alpha.shape[-1] - distance]
-        term = (rows @ values[:, :, distance:]) * weight[:, i, None, None]
-        total = term if total is None else total + term
-    return total
+        yield i, alpha[:, :, i * length : (i + 1) * length, : alpha.shape[-1] - distance], distance
 
 
 def transferred_coefficients(
@@ -45,11 +84,8 @@ def transferred_coefficients(
     """The coefficients that the target receives, for mixers that are not linear in them, and for pictures."""
     if not aligned:
         return absolute_transfer(alpha, weight, length)
-    contexts = weight.shape[1]
     total = torch.zeros_like(alpha[:, :, :length])
-    for i in range(contexts):
-        distance = (contexts - i) * length
-        rows = alpha[:, :, i * length : (i + 1) * length, : alpha.shape[-1] - distance]
+    for i, rows, distance in _aligned_rows(alpha, weight, length):
         total = total + torch.nn.functional.pad(rows * weight[:, i, None, None], (distance, 0))
     return total
 

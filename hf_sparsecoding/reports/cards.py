@@ -11,8 +11,8 @@ METHOD are names of the folder's results.json:
     {{notes}}                                 what runs say about themselves (cut short, ...)
     {{pictures}}                              every .png of the folder
 
-Names with spaces stand in quotes. A folder without card.md gets the text in `DEFAULT`. In other files (the README), a block between
-`<!-- generated:NAME -->` and `<!-- /generated -->` holds `model_cards/NAME.md`, and
+Names with spaces stand in quotes. A folder without card.md gets the text in `DEFAULT`. In other files (the README), a
+block between `<!-- generated:NAME -->` and `<!-- /generated -->` holds `model_cards/NAME.md`, and
 `<!-- generated:EXPERIMENT table METRIC ... -->` holds that directive of an experiment.
 """
 

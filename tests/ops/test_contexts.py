@@ -1,11 +1,12 @@
 """Transfer between contexts against the reference: values and gradients, both forms, shared and per-head lambda."""
 
+import jaxtyping
 import pytest
 import torch
 
-from hf_sparsecoding.ops import absolute_transfer, aligned_transfer, reference, transferred_coefficients
+from hf_sparsecoding.ops import absolute_transfer, aligned_decode, reference, transferred_coefficients
 
-from .tolerance import DTYPES, assert_close, bfloat16_grid
+from .tolerance import assert_close, bfloat16_grid
 
 
 SHAPES = [(1, 1), (1, 7), (2, 3), (8, 1), (2, 13)]  # (contexts, tokens of each)
@@ -19,24 +20,24 @@ def operands(contexts: int, length: int, per_head: bool, dtype=torch.float64) ->
     return [operand.to(dtype).requires_grad_() for operand in (alpha, values, weight)]
 
 
-def received(alpha, values, weight, length, aligned):
+def decoded(alpha, values, weight, length, aligned):
     if aligned:
-        return aligned_transfer(alpha, values, weight, length)
-    return absolute_transfer(alpha @ values, weight, length)
+        return aligned_decode(alpha, values, weight, length)
+    out = alpha @ values
+    return torch.cat([out[:, :, :-length], out[:, :, -length:] + absolute_transfer(out, weight, length)], 2)
 
 
-def expected_received(alpha, values, weight, length, aligned):
-    lifted = reference.context_transfer(alpha, weight, length, aligned)
-    return ((lifted - alpha) @ values)[:, :, -length:]
+def expected_decoded(alpha, values, weight, length, aligned):
+    return reference.context_transfer(alpha, weight, length, aligned) @ values
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize(("contexts", "length"), SHAPES)
 def test_outputs_and_gradients_equal_the_reference(contexts, length, aligned, per_head, dtype):
     exact, operands_ = operands(contexts, length, per_head), operands(contexts, length, per_head, dtype)
-    expected, value = (f(*o, length, aligned) for f, o in ((expected_received, exact), (received, operands_)))
+    expected, value = (f(*o, length, aligned) for f, o in ((expected_decoded, exact), (decoded, operands_)))
     assert_close(value, expected)
     cotangent = bfloat16_grid(*value.shape, seed=3)
     for gradient, wanted in zip(
@@ -79,3 +80,28 @@ def test_aligned_transfer_by_hand():
 def test_tokens_that_are_no_contexts_are_refused():
     with pytest.raises(ValueError, match="10 tokens are not 2 contexts and a target of 3 tokens each"):
         absolute_transfer(torch.zeros(1, 1, 10, 2), torch.zeros(1, 2), 3)
+
+
+@pytest.mark.slow
+def test_aligned_decoding_compiles():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        alpha, values, weight = operands(2, 3, per_head=True)
+        compiled = torch.compile(aligned_decode, fullgraph=True)
+        assert_close(compiled(alpha, values, weight, 3), aligned_decode(alpha, values, weight, 3))
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_aligned_decoding_under_autocast():
+    """As with torch's own products: the output is bfloat16, the gradients have their operands' types."""
+    exact = operands(2, 7, per_head=True, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = aligned_decode(*exact, 7)
+    expected = expected_decoded(*exact, 7, aligned=True)
+    assert value.dtype == torch.bfloat16
+    torch.testing.assert_close(value.float(), expected, rtol=0.05, atol=0.1)
+    gradients = torch.autograd.grad(value.float().square().sum(), exact)
+    for gradient, wanted in zip(gradients, torch.autograd.grad(expected.square().sum(), exact), strict=True):
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, wanted, rtol=0.1, atol=0.02 * wanted.abs().max().item())

@@ -112,6 +112,14 @@ def test_two_processes_give_the_result_of_one(tmp_path, options):
             assert two["metrics"][name] == pytest.approx(value, rel=1e-4), name
 
 
+@pytest.mark.parametrize("options", [{}, {"transfer_stage": "scores"}, {"psi": "relu"}], ids=str)
+@pytest.mark.parametrize("mixer", ["softmax", "sparse_coding", "hyla", "linear"])
+def test_mixed_precision(tmp_path, mixer, options):
+    options = {"mixer": mixer, "score_norm": "heads", "transfer": "aligned", **options}
+    train_synthetic.main(flags(tmp_path, steps=2, evaluate_every=0, mixed_precision="bf16", **options))
+    assert run_of(tmp_path)["metrics"]["train_loss"] < 3
+
+
 def test_fixed_problems_come_once_per_epoch():
     task = SRaven(features=2)
     data = TrainingData(task, seed=0, items=12)

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from ...ops import (
     absolute_transfer,
-    aligned_transfer,
+    aligned_decode,
     coefficients,
     hyla,
     normalised_soft_threshold,
@@ -102,11 +102,11 @@ class SparseTransformerAttention(nn.Module):
 
     def decode(self, alpha: Tensor, value: Tensor) -> Tensor:
         """`alpha psi`, the target's part with what the contexts transfer."""
-        out, length = alpha @ value, self.config.context_length
-        if self.config.transfer == "paper":
-            received = absolute_transfer(out, self.transfer_weight, length)
-        else:
-            received = aligned_transfer(alpha, value, self.transfer_weight, length)
+        length = self.config.context_length
+        if self.config.transfer == "aligned":
+            return aligned_decode(alpha, value, self.transfer_weight, length)
+        out = alpha @ value
+        received = absolute_transfer(out, self.transfer_weight, length)
         return torch.cat([out[:, :, :-length], out[:, :, -length:] + received], 2)
 
     def lift(self, alpha: Tensor) -> Tensor:
