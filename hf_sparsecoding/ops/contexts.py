@@ -31,7 +31,7 @@ def absolute_transfer(
 def aligned_decode(
     alpha: Float[Tensor, "B H N N"], values: Float[Tensor, "B H N D"], weight: Float[Tensor, "h K"], length: int
 ) -> Float[Tensor, "B H N D"]:
-    """`alpha psi` with aligned transfer to the last `length` tokens: coefficients of context i meet psi moved by d_i."""
+    """`alpha psi` with aligned transfer to the last `length` tokens: context i's coefficients meet psi moved d_i."""
     if torch.compiler.is_compiling():
         received = transferred_coefficients(alpha, weight, length, aligned=True) @ values
         out = alpha @ values
