@@ -1,7 +1,7 @@
 """Train a small model on a synthetic task, evaluate it on test and out-of-distribution problems.
 
-    python scripts/train_synthetic.py --config scripts/configs/s_raven/base.yaml --mixer hyla --seed 1
-    python scripts/train_synthetic.py --config scripts/configs/raven/center.yaml --steps 100 --output_dir outputs/try
+    python scripts/train_synthetic.py --config scripts/configs/s_raven/quick.yaml --mixer hyla --seed 1
+    python scripts/train_synthetic.py --config scripts/configs/raven/center.yaml --output_dir outputs/raven
 
 Started again after an interruption, it goes on from its newest checkpoint. Several processes on one machine:
 `accelerate launch`, or `python -m torch.distributed.run --nproc_per_node 2` (on CPU with ACCELERATE_USE_CPU=1), before
@@ -45,7 +45,7 @@ class SyntheticArguments:
         for name in ("eval_items", "eval_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("train_items", "threshold_warmup"):
+        for name in ("train_items", "threshold_warmup", "eval_seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
@@ -83,6 +83,18 @@ class ModelArguments:
         return {**values, "score_norm": self.score_norm or None}
 
 
+def check_threshold_warmup(
+    arguments: SyntheticArguments, model_arguments: ModelArguments, training: TrainingArguments
+) -> None:
+    if arguments.threshold_warmup and model_arguments.mixer != "sparse_coding":
+        raise ValueError(f"threshold_warmup needs mixer=sparse_coding, got {model_arguments.mixer!r}")
+    if arguments.threshold_warmup >= training.steps:
+        raise ValueError(
+            f"threshold_warmup must be below steps ({training.steps}), got {arguments.threshold_warmup}: the model is "
+            "evaluated with its whole threshold"
+        )
+
+
 def mean_loss(model: torch.nn.Module, batch: dict, arguments: SyntheticArguments) -> torch.Tensor:
     scale = min(1.0, batch["step"] / arguments.threshold_warmup) if arguments.threshold_warmup else 1.0
     return model(batch["inputs"], labels=batch["labels"], threshold_scale=scale).loss
@@ -105,9 +117,12 @@ def run(arguments: SyntheticArguments, model_arguments: ModelArguments, training
         batch_size=arguments.eval_batch_size,
         seed=arguments.eval_seed,
     )
+    check_threshold_warmup(arguments, model_arguments, training)
     settings = {**asdict(arguments), **asdict(model_arguments), **training.identity()}
     for name in ("method", "experiment"):
         del settings[name]
+    # a finished run may be measured again with other evaluations
+    identity = {name: value for name, value in settings.items() if not name.startswith("eval")}
     data = TrainingData(task, training.seed, arguments.train_items)
     history = train(
         model,
@@ -115,12 +130,13 @@ def run(arguments: SyntheticArguments, model_arguments: ModelArguments, training
         partial(mean_loss, arguments=arguments),
         training,
         accelerator=accelerator,
-        settings=settings,
-        evaluate=measure,
+        settings=identity,
+        evaluate=partial(measure, splits=kind.watched),
     )
     metrics = measure(model)
     made = make_run(model, history, {**settings, "num_processes": accelerator.num_processes}, metrics)
-    made["method"] = arguments.method or f"{model_arguments.mixer}, transfer: {model_arguments.transfer}"
+    stage = " of scores" if model_arguments.transfer_stage == "scores" else ""
+    made["method"] = arguments.method or f"{model_arguments.mixer}, transfer: {model_arguments.transfer}{stage}"
     if accelerator.is_main_process:
         save(model, made, arguments.experiment, Path(training.output_dir), accelerator.device)
     accelerator.log(metrics, step=training.steps)

@@ -24,7 +24,8 @@ def absolute_transfer(
     outputs: Float[Tensor, "B H N D"], weight: Float[Tensor, "h K"], length: int
 ) -> Float[Tensor, "B H C D"]:
     """What the target's `length` tokens receive: `sum_i lambda_i O_i`, from the outputs `alpha psi` of all tokens."""
-    contexts = _contexts(outputs, weight, length)
+    _check_length(outputs, weight, length)
+    contexts = outputs[:, :, :-length].unflatten(2, (-1, length))  # [B, H, K, C, D]
     return (contexts * weight[:, :, None, None]).sum(2)
 
 
@@ -32,6 +33,7 @@ def aligned_decode(
     alpha: Float[Tensor, "B H N N"], values: Float[Tensor, "B H N D"], weight: Float[Tensor, "h K"], length: int
 ) -> Float[Tensor, "B H N D"]:
     """`alpha psi` with aligned transfer to the last `length` tokens: context i's coefficients meet psi moved d_i."""
+    _check_length(alpha, weight, length)
     if torch.compiler.is_compiling():
         received = transferred_coefficients(alpha, weight, length, aligned=True) @ values
         out = alpha @ values
@@ -84,17 +86,17 @@ def transferred_coefficients(
     """The coefficients that the target receives, for mixers that are not linear in them, and for pictures."""
     if not aligned:
         return absolute_transfer(alpha, weight, length)
+    _check_length(alpha, weight, length)
     total = torch.zeros_like(alpha[:, :, :length])
     for i, rows, distance in _aligned_rows(alpha, weight, length):
         total = total + torch.nn.functional.pad(rows * weight[:, i, None, None], (distance, 0))
     return total
 
 
-def _contexts(tensor: Tensor, weight: Tensor, length: int) -> Float[Tensor, "B H K C D"]:
+def _check_length(tensor: Tensor, weight: Tensor, length: int) -> None:
     count = weight.shape[1]
     if tensor.shape[2] != (count + 1) * length:
         raise ValueError(
             f"{tensor.shape[2]} tokens are not {count} contexts and a target of {length} tokens each; "
             f"give (K + 1) * {length} tokens"
         )
-    return tensor[:, :, : count * length].unflatten(2, (count, length))

@@ -3,26 +3,33 @@
 B batch, H heads, T queries, S keys, D head dim.
 """
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 
+HALF = (torch.float16, torch.bfloat16)
 EPSILON = 1e-6  # flax's, as in the reference
 
 
 def rms_over_heads(scores: Float[Tensor, "B H T S"], epsilon: float = EPSILON) -> Float[Tensor, "B H T S"]:
     """`a_h / sqrt(mean_h a_h^2 + eps)`: each pair of tokens gets coefficients of size one over the heads."""
-    return scores * (scores.square().mean(1, keepdim=True) + epsilon).rsqrt()
+    return _rms_normalised(scores, 1, epsilon)
 
 
 def rms_over_keys(scores: Float[Tensor, "B H T S"], epsilon: float = EPSILON) -> Float[Tensor, "B H T S"]:
     """`a[t, :] / sqrt(mean_s a[t, s]^2 + eps)`: each row of coefficients has size one."""
-    return scores * (scores.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return _rms_normalised(scores, -1, epsilon)
 
 
 def rms_per_head(outputs: Float[Tensor, "B H T D"], epsilon: float = EPSILON) -> Float[Tensor, "B H T D"]:
     """Each head's output divided by its root mean square."""
-    return outputs * (outputs.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return _rms_normalised(outputs, -1, epsilon)
+
+
+def _rms_normalised(tensor: Tensor, dim: int, epsilon: float) -> Tensor:
+    wide = tensor.float() if tensor.dtype in HALF else tensor  # a square leaves the range of float16
+    return (wide * (wide.square().mean(dim, keepdim=True) + epsilon).rsqrt()).to(tensor.dtype)
 
 
 def hyla(alpha: Float[Tensor, "B H T S"], values: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H T D"]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .coefficients import soft_threshold
-from .mixers import EPSILON, rms_over_heads
+from .mixers import EPSILON, HALF, rms_over_heads
 
 
 # 1 MB in float32: the last-level cache of a CPU holds a block's operands over all passes. A GPU wants few kernels.
@@ -32,7 +32,10 @@ def normalised_soft_threshold(
     Args:
         threshold: xi >= 0, in units of the normalised scores. A learned one (a tensor) takes the two steps.
     """
-    if isinstance(threshold, Tensor) or torch.compiler.is_compiling():  # the compiler fuses the chain by itself
+    if scores.dtype in HALF:  # normalised and thresholded before rounding, which would flip coefficients near xi
+        return normalised_soft_threshold(scores.float(), threshold, epsilon).to(scores.dtype)
+    # the compiler fuses the chain by itself
+    if isinstance(threshold, Tensor) or torch.compiler.is_compiling() or not scores.numel():
         return soft_threshold(rms_over_heads(scores, epsilon), threshold)
     return _NormalisedSoftThreshold.apply(scores, threshold, epsilon)
 

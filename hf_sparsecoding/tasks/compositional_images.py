@@ -4,22 +4,18 @@ n problems, P = pairs + 1 image pairs (the last one is the target), S pixels per
 C = cells * cells cells, K shapes per image at most, R rules.
 """
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from jaxtyping import Int, UInt8
+from PIL import Image as Picture
 
 from .streams import CHUNK, numbered, random_generator, shard_starts
-
-
-if TYPE_CHECKING:
-    import PIL.Image
 
 
 # No glyph is one of its own rotations or reflections, and no two are closer than 3 pixels in any orientation.
@@ -216,7 +212,6 @@ class CompositionalImages:
 
         Images are PNG files in memory, to look at and to share; `examples` is much faster for a training loop.
         """
-        require_pillow()
         return Dataset.from_dict(columns(self.generate(n, split, seed)), features=COLUMNS)
 
     def stream(self, split: str, seed: int, shards: int = 64) -> IterableDataset:
@@ -229,7 +224,6 @@ class CompositionalImages:
         if shards < 1:
             raise ValueError(f"shards must be at least 1, got {shards}")
         random_generator(split, seed)  # reject bad values here and not at the first problem
-        require_pillow()
         kwargs = {"split": split, "seed": seed, "total": shards, "shards": list(range(shards))}
         return IterableDataset.from_generator(self._stream_problems, gen_kwargs=kwargs, features=COLUMNS)
 
@@ -250,11 +244,8 @@ class CompositionalImages:
             ambiguous |= follows[:, :-1].all(axis=1) & ~follows[:, -1]
         return float(ambiguous.mean())
 
-    def picture(self, seed: int = 0, split: str = "test") -> "PIL.Image.Image":
+    def picture(self, seed: int = 0, split: str = "test") -> Picture.Image:
         """The first problem of a stream: a column per pair, inputs above outputs, the target on the right."""
-        require_pillow()
-        from PIL import Image
-
         problem = self.generate(1, split, seed)
         gap, scale = 2, max(1, 96 // self.size)
         step = self.size + gap  # a wider gap sets the target apart
@@ -263,7 +254,7 @@ class CompositionalImages:
             for column, image in enumerate(images[0]):
                 top, left = gap + row * step, gap + column * step + gap * (column == self.pairs)
                 canvas[top : top + self.size, left : left + self.size] = image
-        return Image.fromarray(canvas.repeat(scale, axis=0).repeat(scale, axis=1))
+        return Picture.fromarray(canvas.repeat(scale, axis=0).repeat(scale, axis=1))
 
 
 def apply_rule(image: Int[np.ndarray, "S S"], shift: Int[np.ndarray, " 2"], symmetry: int) -> Int[np.ndarray, "S S"]:
@@ -279,13 +270,7 @@ def rule_name(shift: Int[np.ndarray, " 2"], symmetry: int) -> str:
 
 
 def columns(problems: Problems) -> dict[str, list]:
-    from PIL.Image import fromarray
-
-    inputs, outputs = ([list(map(fromarray, images)) for images in arrays] for arrays in problems[:2])
+    """Columns of a data set, the pictures as Pillow's."""
+    inputs, outputs = ([list(map(Picture.fromarray, images)) for images in arrays] for arrays in problems[:2])
     names = [rule_name(*rule) for rule in zip(problems.shifts, problems.symmetries.tolist(), strict=True)]
     return {"inputs": inputs, "outputs": outputs, "rule": names}
-
-
-def require_pillow() -> None:
-    if importlib.util.find_spec("PIL") is None:
-        raise ImportError("pictures need Pillow: pip install hf-sparsecoding[plots], or use generate or examples")

@@ -35,7 +35,7 @@ STEPS = {
 }
 SIGNS = {"addition": 1, "subtraction": -1}
 UNKNOWN = -1  # stands for the values of the target panel in a model's input
-COLUMNS = Features({"input_ids": List(Value("int64")), "labels": List(Value("int64")), "rules": List(Value("string"))})
+COLUMNS = Features({"inputs": List(Value("int64")), "labels": List(Value("int64")), "rules": List(Value("string"))})
 
 
 class Problems(NamedTuple):
@@ -120,23 +120,23 @@ class SRaven:
         return Problems(grid, rules)
 
     def examples(self, start: int, count: int, split: str, seed: int) -> dict[str, np.ndarray]:
-        """What models take: `input_ids` [count, 9 M], panel by panel, -1 in the target, and its values [count, M]."""
+        """What models take: `inputs` [count, 9 M], panel by panel, -1 in the target, and its values [count, M]."""
         return self._columns(self.generate(count, split, seed, start))
 
     @staticmethod
     def _columns(problems: Problems) -> dict[str, np.ndarray]:
         tokens = problems.grid.reshape(len(problems.grid), -1)
         features = problems.rules.shape[1]
-        input_ids, labels = tokens.copy(), tokens[:, -features:].copy()
-        input_ids[:, -features:] = UNKNOWN
-        return {"input_ids": input_ids, "labels": labels}
+        inputs, labels = tokens.copy(), tokens[:, -features:].copy()
+        inputs[:, -features:] = UNKNOWN
+        return {"inputs": inputs, "labels": labels}
 
     def _rows(self, problems: Problems) -> dict[str, list]:
         columns = {name: array.tolist() for name, array in self._columns(problems).items()}
         return {**columns, "rules": [[RULES[rule] for rule in row] for row in problems.rules]}
 
     def dataset(self, n: int, split: str, seed: int) -> Dataset:
-        """`n` problems with the columns `input_ids`, `labels` (see `examples`) and `rules` (names)."""
+        """`n` problems with the columns `inputs`, `labels` (see `examples`) and `rules` (names)."""
         return Dataset.from_dict(self._rows(self.generate(n, split, seed)), features=COLUMNS)
 
     def stream(self, split: str, seed: int, shards: int = 64) -> IterableDataset:
@@ -227,8 +227,10 @@ def ambiguous(
 ) -> Bool[np.ndarray, "n"]:
     """Which problems have a second answer: some other choice of `rules` (if `permuted`, also of which features belong
     together) fits every complete row and the known panels of the last row, but predicts another last panel."""
-    fits, wrong = _explanations(grid, rules, base)
     features = grid.shape[-1]
+    if permuted and features > 5:  # (M!)^2 matchings
+        raise ValueError(f"ambiguity is found by trying all matchings, for up to 5 permuted features; got {features}")
+    fits, wrong = _explanations(grid, rules, base)
     matchings = list(permutations(range(features)))[: None if permuted else 1]
     first = np.arange(features)
     found = np.zeros(len(grid), dtype=bool)

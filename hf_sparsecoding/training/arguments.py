@@ -16,6 +16,7 @@ BOOKKEEPING = {
     "resume",
     "report_to",
     "logging_every",
+    "evaluate_every",
     "progress",
 }
 

@@ -39,7 +39,8 @@ class SyntheticTask:
 
     sizes: (task, contexts, patch size) -> fields of the model's configuration.
     contexts: what a context may be; the first is the default.
-    splits: splits to evaluate on.
+    splits: splits to evaluate on at the end.
+    watched: splits to evaluate on in training.
     """
 
     task: type
@@ -47,6 +48,7 @@ class SyntheticTask:
     sizes: Callable[[Any, str, int], dict]
     contexts: tuple[str, ...]
     splits: tuple[str, ...]
+    watched: tuple[str, ...]
     images: bool
 
 
@@ -91,18 +93,31 @@ def image_sizes(size: int, patch_size: int, sequence_length: int, context_length
 
 TASKS = {
     "s_raven": SyntheticTask(
-        SRaven, SparseTransformerForTokenClassification, s_raven_sizes, ("rows", "panels"), ("test", "ood"), False
+        SRaven,
+        SparseTransformerForTokenClassification,
+        s_raven_sizes,
+        contexts=("rows", "panels"),
+        splits=("test", "ood"),
+        watched=("test", "ood"),
+        images=False,
     ),
     "raven": SyntheticTask(
-        Raven, SparseTransformerForImageRegression, raven_sizes, ("rows", "panels"), ("test",), True
+        Raven,
+        SparseTransformerForImageRegression,
+        raven_sizes,
+        contexts=("rows", "panels"),
+        splits=("validation", "test"),
+        watched=("validation",),
+        images=True,
     ),
     "compositional_images": SyntheticTask(
         CompositionalImages,
         SparseTransformerForImageRegression,
         compositional_sizes,
-        ("pairs",),
-        ("test", "ood"),
-        True,
+        contexts=("pairs",),
+        splits=("test", "ood"),
+        watched=("test", "ood"),
+        images=True,
     ),
 }
 
@@ -117,9 +132,14 @@ def make_task(name: str, options: str) -> Any:
         values = json.loads(options)
     except json.JSONDecodeError as error:
         raise ValueError(f"task_options is not JSON ({error.msg}): {options}") from error
-    for option in values:
+    if not isinstance(values, dict):
+        raise ValueError(f'task_options must be an object such as {{"{known[0]}": ...}}, got {options}')
+    for option, value in values.items():
         if option not in known:
             raise ValueError(f"task {name} has no option {option!r}{near_match(option, known)}")
+        default = getattr(kind, option)
+        if isinstance(default, bool | int | float | str) and not isinstance(value, type(default)):
+            raise ValueError(f"task_options: {option} must be of type {type(default).__name__}, got {value!r}")
     return kind(**values)
 
 
@@ -134,8 +154,7 @@ def make_model(kind: SyntheticTask, task: Any, contexts: str, options: dict) -> 
 
 def tensors(arrays: dict[str, np.ndarray]) -> Examples:
     """Arrays of a task as a model's `inputs` and `labels`."""
-    renamed = {"inputs" if name == "input_ids" else name: array for name, array in arrays.items()}
-    return {name: torch.from_numpy(array) for name, array in renamed.items()}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 class TrainingData:
@@ -164,16 +183,17 @@ def evaluate(
     items: int,
     batch_size: int,
     seed: int,
+    splits: tuple[str, ...] = (),
 ) -> dict[str, float]:
-    """Metrics on `items` problems of every split, shared by the processes.
+    """Metrics on `items` problems of every split (default: all of the task), shared by the processes.
 
     Numbers: `accuracy` (all numbers of the target right), `accuracy_per_feature`. Images: see `image_metrics`. Sparse
-    coding also: `zero_share`, the share of coefficients that are exactly zero (before transfer), over all layers and
-    per layer.
+    coding also: `zero_share`, the share of coefficients that are exactly zero among those of the contexts' tokens,
+    which transfer leaves alone, over all layers and per layer.
     """
     model.eval()
     metrics: dict[str, float] = {}
-    for split in kind.splits:
+    for split in splits or kind.splits:
         starts = range(0, items, batch_size)
         mine = list(starts)[accelerator.process_index :: accelerator.num_processes]
         measured = []
@@ -206,13 +226,12 @@ def accuracies(logits: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def zero_shares(model: torch.nn.Module, task: Any, accelerator: Accelerator, items: int, seed: int) -> dict:
-    """Share of zero coefficients on one batch of "test"; empty for mixers without a threshold."""
+    """Share of zeros in the contexts' rows on one batch of "test"; empty for mixers without a threshold."""
     if model.config.mixer != "sparse_coding":
         return {}
     batch = tensors(task.examples(0, items, "test", seed))
     attentions = model(batch["inputs"].to(accelerator.device), output_attentions=True).attentions
-    # the contexts' rows: what the target receives comes after the threshold
-    rows = -model.config.context_length if model.config.transfer != "none" else None
+    rows = model.config.sequence_length - model.config.context_length
     shares = [(alpha[:, :, :rows] == 0).float().mean().item() for alpha in attentions]
     layers = {f"zero_share_layer_{i}": share for i, share in enumerate(shares)}
     return {"zero_share": sum(shares) / len(shares), **layers}

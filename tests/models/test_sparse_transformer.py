@@ -2,9 +2,17 @@
 
 import itertools
 
+import jaxtyping
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForImageToImage, AutoModelForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageToImage,
+    AutoModelForTokenClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_sparsecoding.models import (
     SparseTransformerConfig,
@@ -15,6 +23,7 @@ from hf_sparsecoding.models import (
 from hf_sparsecoding.models.sparse_transformer.configuration_sparse_transformer import CHOICES, MIXERS
 from hf_sparsecoding.models.sparse_transformer.modeling_sparse_transformer import from_patches, to_patches
 from hf_sparsecoding.ops import reference
+from hf_sparsecoding.tasks.s_raven import SRaven
 
 
 SMALL = {
@@ -84,6 +93,7 @@ def attention_by_hand(model, hidden_states: torch.Tensor) -> torch.Tensor:
         )
     out = reference.hyla(alpha, value) if config.mixer == "hyla" else alpha @ value
     out = reference.rms_normalised(out, -1, 1e-6) if config.output_norm == "head" else out
+    out = out / tokens**0.5 if config.output_norm == "length" else out
     return attention.o_proj(out.transpose(1, 2).flatten(2)), alpha
 
 
@@ -94,6 +104,7 @@ def attention_by_hand(model, hidden_states: torch.Tensor) -> torch.Tensor:
         *({"mixer": m, "transfer": "aligned", "transfer_stage": "scores"} for m in MIXERS),
         {"mixer": "sparse_coding", "score_norm": "heads", "psi": "relu", "transfer": "aligned"},
         {"mixer": "sparse_coding", "score_norm": "keys", "phi": "relu", "output_norm": "head", "transfer": "paper"},
+        {"mixer": "sparse_coding", "score_norm": "keys", "output_norm": "length", "transfer": "aligned"},
         {"mixer": "softmax", "transfer": "aligned", "transfer_per_head": True, "position_bias": "both"},
         {"mixer": "linear", "transfer": "paper", "transfer_per_head": True, "position_bias": "none"},
     ],
@@ -116,7 +127,8 @@ def test_attention_equals_the_formula(options):
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_every_parameter_gets_a_gradient(mixer):
-    model = small(mixer=mixer, transfer="aligned", threshold_type="head").train()
+    learned = {"threshold_type": "head"} if mixer == "sparse_coding" else {}
+    model = small(mixer=mixer, transfer="aligned", **learned).train()
     model(some_inputs(), labels=torch.zeros(3, 2, dtype=torch.long)).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -221,11 +233,19 @@ def test_loading_a_bare_model_into_one_with_a_head_keeps_its_weights(tmp_path):
     [
         ({"mixer": "softmix"}, "mixer must be one of softmax, sparse_coding, hyla, linear, got 'softmix'"),
         ({"threshold": -1.0}, "threshold must be >= 0, got -1.0"),
-        ({"threshold": 0, "threshold_type": "head"}, "a learned threshold must start above 0"),
+        (
+            {"mixer": "sparse_coding", "threshold": 0, "threshold_type": "head"},
+            "a learned threshold must start above 0",
+        ),
         ({"sequence_length": 13}, "multiple of context_length, got 13 and 4"),
         ({"sequence_length": 4, "transfer": "paper"}, "needs a context before the target"),
         ({"target_length": 5}, "at most context_length (4), got 5"),
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        ({"sequence_length": 0}, "sequence_length must be at least 1, got 0"),
+        ({"input_type": "patches", "patch_size": 0}, "patch_size must be at least 1, got 0"),
+        ({"threshold": float("nan")}, "threshold must be >= 0, got nan"),
+        ({"threshold_type": "head"}, "threshold_type='head' needs mixer='sparse_coding', got 'softmax'"),
+        ({"transfer_stage": "scores"}, "needs transfer='paper' or 'aligned', got 'none'"),
         ({"input_type": "patches", "image_size": 9}, "multiple of patch_size, got 9 and 4"),
     ],
 )
@@ -244,6 +264,67 @@ def test_inputs_that_do_not_fit():
         model(some_inputs(), labels=torch.zeros(3, 3, dtype=torch.long))
     images = small(kind=SparseTransformerForImageRegression, **IMAGES)
     with pytest.raises(ValueError, match=r"S a multiple of 4, got \(1, 3, 6, 6\)"):
-        images(torch.zeros(1, 3, 6, 6))
+        to_patches(torch.zeros(1, 3, 6, 6), 4)
+    with pytest.raises(ValueError, match=r"pictures must have sides of 8, got \(1, 12, 4, 4\)"):
+        images(torch.zeros(1, 12, 4, 4))
+    with pytest.raises(ValueError, match="multiple of the 4 patches of a picture, got 3"):
+        small(kind=SparseTransformerForImageRegression, **{**IMAGES, "target_length": 3})
     with pytest.raises(ValueError, match="needs input_type='patches', got 'one_hot'"):
         small(kind=SparseTransformerForImageRegression)
+
+
+def test_trains_with_trainer_on_its_data_set(tmp_path):
+    task = SRaven(features=1, values=5)
+    sizes = {"sequence_length": 9, "context_length": 3, "target_length": 1}
+    model = small(mixer="sparse_coding", transfer="aligned", **sizes)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to="none"
+    )
+    # the loss is a mean: with the number of items in it, accumulated gradients would be too large
+    trainer = Trainer(model, arguments, train_dataset=task.dataset(16, "train", seed=0).remove_columns("rules"))
+    assert not trainer.model_accepts_loss_kwargs
+    assert 0 < trainer.train().training_loss < 5
+
+
+def test_outputs_follow_the_configuration():
+    model = small(output_attentions=True, output_hidden_states=True)
+    output = model(some_inputs())
+    assert len(output.attentions) == 2
+    assert len(output.hidden_states) == 3
+    bare = model.model(some_inputs())
+    assert torch.equal(bare.hidden_states[-1], bare.last_hidden_state)
+    assert isinstance(model(some_inputs(), return_dict=False), tuple)
+    assert model.config.num_labels == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_integers_of_every_type(dtype):
+    inputs = some_inputs().clamp(min=0)
+    model = small()
+    assert torch.equal(model(inputs.to(dtype)).logits, model(inputs).logits)
+
+
+def test_meta_device_and_no_problems():
+    model = small(mixer="sparse_coding", transfer="aligned", score_norm="heads")
+    assert model(torch.zeros(0, 12, dtype=torch.long)).logits.shape == (0, 2, 5)
+    assert model.to("meta")(some_inputs().to("meta")).logits.shape == (3, 2, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_compiles_as_one_graph(mixer):
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        model = small(mixer=mixer, transfer="aligned", transfer_per_head=True)
+        compiled = torch.compile(model, fullgraph=True)
+        torch.testing.assert_close(compiled(some_inputs()).logits, model(some_inputs()).logits, rtol=1e-4, atol=1e-5)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_bfloat16_survives_saving(tmp_path):
+    model = small(mixer="sparse_coding", transfer="aligned", threshold_type="layer").bfloat16()
+    model.save_pretrained(tmp_path)
+    loaded = SparseTransformerForTokenClassification.from_pretrained(tmp_path, dtype="auto").eval()
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded(some_inputs()).logits, model(some_inputs()).logits)

@@ -78,8 +78,14 @@ def test_aligned_transfer_by_hand():
 
 
 def test_tokens_that_are_no_contexts_are_refused():
-    with pytest.raises(ValueError, match="10 tokens are not 2 contexts and a target of 3 tokens each"):
-        absolute_transfer(torch.zeros(1, 1, 10, 2), torch.zeros(1, 2), 3)
+    alpha, values, weight = torch.zeros(1, 1, 10, 10), torch.zeros(1, 1, 10, 2), torch.zeros(1, 2)
+    for call in (
+        lambda: absolute_transfer(values, weight, 3),
+        lambda: aligned_decode(alpha, values, weight, 3),
+        lambda: transferred_coefficients(alpha, weight, 3, aligned=True),
+    ):
+        with pytest.raises(ValueError, match="10 tokens are not 2 contexts and a target of 3 tokens each"):
+            call()
 
 
 @pytest.mark.slow

@@ -85,3 +85,15 @@ def test_normalised_threshold_of_zeros_and_of_a_learned_xi():
     scores = bfloat16_grid(2, 3, 4, 5, seed=0).requires_grad_()
     xi = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     assert_same(normalised_soft_threshold, normalised_then_thresholded, [scores, xi])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_large_half_precision_scores(dtype):
+    """Their squares leave the range of float16."""
+    scores = torch.full((1, 3, 2, 2), 300.0, dtype=dtype)
+    torch.testing.assert_close(rms_over_heads(scores), torch.ones_like(scores))
+    torch.testing.assert_close(normalised_soft_threshold(scores, 0.3), torch.full_like(scores, 0.7), rtol=0.01, atol=0)
+
+
+def test_no_problems_at_all():
+    assert normalised_soft_threshold(torch.zeros(0, 3, 4, 4), 0.3).shape == (0, 3, 4, 4)

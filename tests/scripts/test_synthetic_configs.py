@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from hf_sparsecoding.models import SparseTransformerConfig
 from hf_sparsecoding.training import TrainingArguments
 from hf_sparsecoding.training.command_line import parse
 from hf_sparsecoding.training.synthetic import TASKS, make_model, make_task
-from scripts import sweep
+from scripts import sweep, train_synthetic
 from scripts.train_synthetic import ModelArguments, SyntheticArguments
 
 
@@ -35,6 +36,19 @@ def test_sweeps(path):
 @pytest.mark.parametrize("path", [path for path in SYNTHETIC if path not in SWEEPS], ids=str)
 def test_configs(path):
     assert model_of(["--config", str(path)]).num_parameters() > 0
+
+
+def test_commands_of_the_docstring_parse():
+    commands = [line.split() for line in train_synthetic.__doc__.splitlines() if line.strip().startswith("python ")]
+    assert len(commands) == 2
+    for command in commands:
+        assert command[1] == "scripts/train_synthetic.py"
+        assert model_of(command[2:]).num_parameters() > 0
+
+
+def test_defaults_are_the_configurations():
+    options = {**ModelArguments().options()}
+    assert SparseTransformerConfig(**options).to_dict() == SparseTransformerConfig().to_dict()
 
 
 def test_the_reference_config_has_the_references_size():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForTokenClassification
 
 from hf_sparsecoding.reports import results
@@ -66,7 +67,7 @@ def test_run_writes_model_and_results(tmp_path):
     assert run["trainable_parameters"] == model.num_parameters()
     # the saved model has the saved accuracy
     batch = SRaven(features=2).examples(0, 20, "ood", seed=0)
-    predicted = model(torch.from_numpy(batch["input_ids"])).logits.argmax(-1)
+    predicted = model(torch.from_numpy(batch["inputs"])).logits.argmax(-1)
     right = predicted == torch.from_numpy(batch["labels"])
     assert metrics["ood_accuracy_per_feature"] == pytest.approx(right.float().mean().item())
 
@@ -112,6 +113,15 @@ def test_two_processes_give_the_result_of_one(tmp_path, options):
             assert two["metrics"][name] == pytest.approx(value, rel=1e-4), name
 
 
+@pytest.fixture
+def fresh_accelerate():
+    """Accelerate keeps the precision of the first Accelerator of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("options", [{}, {"transfer_stage": "scores"}, {"psi": "relu"}], ids=str)
 @pytest.mark.parametrize("mixer", ["softmax", "sparse_coding", "hyla", "linear"])
 def test_mixed_precision(tmp_path, mixer, options):
@@ -124,7 +134,7 @@ def test_fixed_problems_come_once_per_epoch():
     task = SRaven(features=2)
     data = TrainingData(task, seed=0, items=12)
     epoch = torch.cat([data(start, 4)["inputs"] for start in (0, 4, 8)])
-    expected = torch.from_numpy(task.examples(0, 12, "train", 0)["input_ids"])
+    expected = torch.from_numpy(task.examples(0, 12, "train", 0)["inputs"])
     assert sorted(epoch.tolist()) == sorted(expected.tolist())
     fresh = TrainingData(task, seed=0)
     assert torch.equal(fresh(3, 5)["labels"], torch.from_numpy(task.examples(3, 5, "train", 0)["labels"]))
@@ -146,6 +156,10 @@ def test_metrics_are_means_over_all_problems(monkeypatch):
         ({"task": "sraven"}, "unknown task 'sraven'; did you mean 's_raven'"),
         ({"task_options": "{"}, "task_options is not JSON"),
         ({"task_options": '{"feature": 2}'}, "no option 'feature'; did you mean 'features'"),
+        ({"task_options": "[1]"}, "task_options must be an object"),
+        ({"task_options": '{"features": "four"}'}, "features must be of type int, got 'four'"),
+        ({"threshold_warmup": 3}, "threshold_warmup needs mixer=sparse_coding, got 'softmax'"),
+        ({"threshold_warmup": 6, "mixer": "sparse_coding"}, r"must be below steps \(6\), got 6"),
         ({"mixer": "soft"}, "mixer must be one of .*, got 'soft'"),
         ({"contexts": "pairs"}, "contexts must be one of rows, panels for this task, got 'pairs'"),
         ({**IMAGES, "patch_size": 5}, "patch_size must divide the pictures' side of 12 pixels, got 5"),

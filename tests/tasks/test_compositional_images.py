@@ -3,7 +3,6 @@
 import doctest
 import itertools
 import pickle
-import sys
 
 import numpy as np
 import pytest
@@ -292,7 +291,3 @@ def test_bad_draws_are_rejected(monkeypatch):
         task.examples(-2, 1, "train", seed=0)
     with pytest.raises(ValueError, match="shards must be at least 1, got 0"):
         task.stream("train", seed=0, shards=0)
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    for call in (task.picture, lambda: task.dataset(1, "train", 0), lambda: task.stream("train", 0)):
-        with pytest.raises(ImportError, match=r"pip install hf-sparsecoding\[plots\]"):
-            call()

@@ -113,8 +113,8 @@ def test_splits_and_seeds_have_streams_of_their_own():
 def test_examples_hide_the_target():
     task = SRaven()
     problems, examples = task.generate(6, "ood", seed=0), task.examples(0, 6, "ood", seed=0)
-    assert (examples["input_ids"][:, -4:] == UNKNOWN).all()
-    assert np.array_equal(examples["input_ids"][:, :-4], problems.grid.reshape(6, 36)[:, :-4])
+    assert (examples["inputs"][:, -4:] == UNKNOWN).all()
+    assert np.array_equal(examples["inputs"][:, :-4], problems.grid.reshape(6, 36)[:, :-4])
     assert np.array_equal(examples["labels"], problems.grid[:, 2, 2])
 
 
@@ -133,11 +133,11 @@ def test_shards_do_not_overlap():
     task, seen = SRaven(features=2), []
     for rank in range(2):
         part = split_dataset_by_node(task.stream("train", seed=0, shards=2), rank=rank, world_size=2)
-        seen.append([row["input_ids"] for row in part.take(2 * CHUNK)])
-    first, second = (task.examples(start, CHUNK, "train", 0)["input_ids"].tolist() for start in (0, CHUNK))
+        seen.append([row["inputs"] for row in part.take(2 * CHUNK)])
+    first, second = (task.examples(start, CHUNK, "train", 0)["inputs"].tolist() for start in (0, CHUNK))
     assert seen[0][:CHUNK] == first
     assert seen[1][:CHUNK] == second
-    assert seen[0][CHUNK:] == task.examples(2 * CHUNK, CHUNK, "train", 0)["input_ids"].tolist()
+    assert seen[0][CHUNK:] == task.examples(2 * CHUNK, CHUNK, "train", 0)["inputs"].tolist()
 
 
 def answers(problem: np.ndarray, rules: tuple[str, ...], values: int, permuted: bool) -> set[tuple[int, ...]]:

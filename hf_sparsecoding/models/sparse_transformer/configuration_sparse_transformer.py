@@ -13,7 +13,7 @@ CHOICES = {
     "psi": ("linear", "relu"),
     "threshold_type": ("fixed", "layer", "head"),
     "score_norm": ("none", "heads", "keys"),
-    "output_norm": ("none", "head"),
+    "output_norm": ("none", "head", "length"),
     "norm": ("layer", "rms"),
     "position_bias": ("none", "past", "both"),
 }
@@ -36,8 +36,10 @@ class SparseTransformerConfig(PreTrainedConfig):
         threshold_type: xi "fixed", or learned per "layer" or per "head".
         phi, psi: Basis functions: "relu" puts a ReLU on the keys (encoding) or values (decoding dictionary).
         score_norm: Divide the scores by their root mean square over "heads" (as HYLA does) or "keys", before the
-            coefficients are formed. None picks "heads" for hyla and "none" for the others.
-        output_norm: "head" divides each head's output by its root mean square.
+            coefficients are formed; scores of zero stay zero, small ones do not stay small. None picks "heads" for
+            hyla and "none" for the others.
+        output_norm: "head" divides each head's output by its root mean square; "length" divides it by sqrt(N), as a
+            sum over N keys with coefficients of size one grows with it.
         input_type: "one_hot": integers below `num_values`, -1 for a zero vector. "continuous": vectors of size
             `input_size`. "patches": images of `image_size` pixels a side, cut into squares of `patch_size`.
         sequence_length: Tokens N, a multiple of `context_length`.
@@ -101,13 +103,22 @@ class SparseTransformerConfig(PreTrainedConfig):
         )
         self.position_bias, self.norm, self.norm_epsilon, self.use_bias = position_bias, norm, norm_epsilon, use_bias
         self._check()
+        if input_type == "one_hot":
+            kwargs.setdefault("num_labels", num_values)
         super().__init__(**kwargs)
 
     def _check(self) -> None:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if not self.threshold >= 0:  # nan neither
+            raise ValueError(f"threshold must be >= 0, got {self.threshold}")
         for name in (
+            "sequence_length",
+            "num_values",
+            "input_size",
+            "image_size",
+            "patch_size",
             "hidden_size",
             "intermediate_size",
             "num_hidden_layers",
@@ -118,8 +129,10 @@ class SparseTransformerConfig(PreTrainedConfig):
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.threshold < 0:
-            raise ValueError(f"threshold must be >= 0, got {self.threshold}")
+        if self.threshold_type != "fixed" and self.mixer != "sparse_coding":
+            raise ValueError(f"threshold_type={self.threshold_type!r} needs mixer='sparse_coding', got {self.mixer!r}")
+        if self.transfer_stage == "scores" and self.transfer == "none":
+            raise ValueError("transfer_stage='scores' needs transfer='paper' or 'aligned', got 'none'")
         if self.threshold_type != "fixed" and self.threshold == 0:
             raise ValueError("a learned threshold must start above 0, got threshold=0")
         if self.sequence_length % self.context_length:

@@ -56,10 +56,12 @@ class SparseTransformerAttention(nn.Module):
         return functional.softplus(self.raw_threshold)[:, None, None]
 
     def scores(self, query: Tensor, key: Tensor, distances: Tensor | None) -> Tensor:
+        """Scaled dot products with the position bias, [B, H, N, N], not yet normalised."""
         scores = (query * self.config.head_dim**-0.5) @ key.mT  # [B, H, N, N]
         return scores if distances is None else scores + self.position_bias[:, distances]
 
     def coefficients(self, scores: Tensor, threshold_scale: float) -> Tensor:
+        """Normalisation, sigma and, at the stage "scores", transfer."""
         config = self.config
         if config.transfer_stage == "scores":
             scores = self.lift(SCORE_NORMS[config.score_norm](scores))
@@ -97,7 +99,10 @@ class SparseTransformerAttention(nn.Module):
         else:
             out = self.decode(alpha, value) if transferred else alpha @ value
         out = out if last is None else out[:, :, -last:]
-        out = rms_per_head(out) if config.output_norm == "head" else out
+        if config.output_norm == "head":
+            out = rms_per_head(out)
+        elif config.output_norm == "length":
+            out = out * tokens**-0.5
         return self.o_proj(out.transpose(1, 2).flatten(2)), lifted if output else None
 
     def decode(self, alpha: Tensor, value: Tensor) -> Tensor:
@@ -119,6 +124,8 @@ class SparseTransformerAttention(nn.Module):
 
 
 class SparseTransformerLayer(nn.Module):
+    """Attention and MLP, each after a norm and around a residual connection."""
+
     def __init__(self, config: SparseTransformerConfig):
         super().__init__()
         self.input_norm, self.mlp_norm = make_norm(config), make_norm(config)
@@ -140,6 +147,8 @@ def make_norm(config: SparseTransformerConfig) -> nn.Module:
 
 
 class SparseTransformerPreTrainedModel(PreTrainedModel):
+    """What all variants share: the configuration class and the initialisation."""
+
     config_class = SparseTransformerConfig
     base_model_prefix = "model"
     main_input_name = "inputs"
@@ -181,19 +190,20 @@ class SparseTransformerModel(SparseTransformerPreTrainedModel):
         self.final_norm = make_norm(config)
         self.post_init()
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
     def vectors(self, inputs: Tensor) -> Tensor:
         """Inputs as vectors [B, N, size]: one-hot, as they are, or patch by patch."""
         config = self.config
         if config.input_type == "one_hot":
-            low, high = torch.aminmax(inputs)
-            if low < -1 or high >= config.num_values:
-                raise ValueError(
-                    f"one-hot inputs must be between -1 (a zero vector) and {config.num_values - 1}, got values from "
-                    f"{low} to {high}"
-                )
-            # -1 is a class of its own, which is then left out
-            vectors = functional.one_hot(inputs + 1, config.num_values + 1)[..., 1:]
+            _check_one_hot(inputs, config.num_values)
+            # a table with a row of zeros for -1; no branch on data, which compiled and sharded models cannot take
+            table = functional.pad(torch.eye(config.num_values, device=inputs.device), (0, 0, 1, 0))
+            vectors = functional.embedding(inputs.long() + 1, table)
         elif config.input_type == "patches":
+            if inputs.shape[-1] != config.image_size:
+                raise ValueError(f"pictures must have sides of {config.image_size}, got {tuple(inputs.shape)}")
             vectors = to_patches(inputs, config.patch_size)
         else:
             vectors = inputs
@@ -216,9 +226,9 @@ class SparseTransformerModel(SparseTransformerPreTrainedModel):
         self,
         inputs: Tensor,
         threshold_scale: float = 1.0,
-        output_attentions: bool = False,
-        output_hidden_states: bool = False,
-        return_dict: bool = True,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         last: int | None = None,
     ) -> BaseModelOutput | tuple:
         """
@@ -227,8 +237,11 @@ class SparseTransformerModel(SparseTransformerPreTrainedModel):
                 according to `input_type`.
             threshold_scale: Factor on the threshold, for schedules.
             output_attentions: Also return every layer's coefficients [B, H, N, N], after transfer.
+            output_hidden_states: Also return the embeddings and every layer's output, the last one normalised.
             last: Compute the last hidden state of this many tokens at the end only. None: of all.
         """
+        output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden_states = self.embedding(self.vectors(inputs))
         distances = self.distances(inputs.device)
         states, attentions = [hidden_states], []
@@ -237,12 +250,25 @@ class SparseTransformerModel(SparseTransformerPreTrainedModel):
             hidden_states, alpha = layer(hidden_states, distances, threshold_scale, output_attentions, kept)
             states.append(hidden_states)
             attentions.append(alpha)
+        states[-1] = self.final_norm(hidden_states)
         output = BaseModelOutput(
-            last_hidden_state=self.final_norm(hidden_states),
-            hidden_states=tuple(states) if output_hidden_states else None,
+            last_hidden_state=states[-1],
+            hidden_states=tuple(states) if wants_states else None,
             attentions=tuple(attentions) if output_attentions else None,
         )
+        return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
+
+
+def _check_one_hot(inputs: Tensor, count: int) -> None:
+    """A readable error on a CPU; on an accelerator the look-up itself fails, without a wait for the device here."""
+    if torch.compiler.is_compiling() or inputs.device.type != "cpu" or not inputs.numel():
+        return
+    low, high = (int(value) for value in torch.aminmax(inputs))
+    if low < -1 or high >= count:
+        raise ValueError(
+            f"one-hot inputs must be between -1 (a zero vector) and {count - 1}, got values from {low} to {high}"
+        )
 
 
 @dataclass
@@ -256,15 +282,34 @@ class SparseTransformerOutput(ModelOutput):
 
 
 class _WithHead(SparseTransformerPreTrainedModel):
+    """The model with a linear head on the target's tokens; a subclass says how that is read and scored."""
+
+    accepts_loss_kwargs = False  # the loss is a mean over the batch: Trainer must scale it by itself
+
     def __init__(self, config: SparseTransformerConfig, outputs: int):
         super().__init__(config)
         self.model = SparseTransformerModel(config)
         self.head = nn.Linear(config.hidden_size, outputs, bias=config.use_bias)
         self.post_init()
 
-    def forward(self, inputs: Tensor, labels: Tensor | None = None, return_dict: bool = True, **kwargs):
-        """`inputs` and keyword arguments as `SparseTransformerModel`; with `labels`, also the mean loss."""
-        output = self.model(inputs, last=self.config.target_length, **kwargs)
+    def forward(
+        self,
+        inputs: Tensor,
+        labels: Tensor | None = None,
+        threshold_scale: float = 1.0,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> SparseTransformerOutput | tuple:
+        """As `SparseTransformerModel`, with `labels` also the mean loss; the last hidden state is the target's."""
+        output = self.model(
+            inputs,
+            threshold_scale,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            last=self.config.target_length,
+        )
         logits = self.read(self.head(output.last_hidden_state))
         loss = None
         if labels is not None:
@@ -272,6 +317,7 @@ class _WithHead(SparseTransformerPreTrainedModel):
                 raise ValueError(f"labels must have shape {self.label_shape(logits)}, got {tuple(labels.shape)}")
             loss = self.loss(logits, labels)
         result = SparseTransformerOutput(loss, logits, output.hidden_states, output.attentions)
+        return_dict = self.config.return_dict if return_dict is None else return_dict
         return result if return_dict else result.to_tuple()
 
 
@@ -297,6 +343,11 @@ class SparseTransformerForImageRegression(_WithHead):
     def __init__(self, config: SparseTransformerConfig):
         if config.input_type != "patches":
             raise ValueError(f"image regression needs input_type='patches', got {config.input_type!r}")
+        patches = (config.image_size // config.patch_size) ** 2
+        if config.target_length % patches:
+            raise ValueError(
+                f"target_length must be a multiple of the {patches} patches of a picture, got {config.target_length}"
+            )
         super().__init__(config, config.patch_size**2)
 
     def read(self, logits: Tensor) -> Tensor:

@@ -3,12 +3,12 @@
 `attributes <- rules <- choices <- generator <- files <- task`, with `rendering` and `checker` at the side.
 """
 
-from hf_sparsecoding.tasks.raven.attributes import CONFIGURATIONS, Entity
-from hf_sparsecoding.tasks.raven.checker import Solution, solve, violations
-from hf_sparsecoding.tasks.raven.files import folder_dataset, load, model_arrays, read_folder, save, write_folder
-from hf_sparsecoding.tasks.raven.generator import SPLITS, Problem
-from hf_sparsecoding.tasks.raven.rules import Rule
-from hf_sparsecoding.tasks.raven.task import Raven
+from .attributes import CONFIGURATIONS, Entity
+from .checker import Solution, solve, violations
+from .files import folder_dataset, load, model_arrays, read_folder, save, write_folder
+from .generator import SPLITS, Problem
+from .rules import Rule
+from .task import Raven
 
 
 __all__ = [

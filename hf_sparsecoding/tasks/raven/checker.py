@@ -7,9 +7,9 @@ are levels, or None for a panel that mixes levels.
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from hf_sparsecoding.tasks.raven.attributes import CONFIGURATIONS, Component, Entities, Panel
-from hf_sparsecoding.tasks.raven.generator import Problem
-from hf_sparsecoding.tasks.raven.rules import Rule
+from .attributes import CONFIGURATIONS, Component, Entities, Panel
+from .generator import Problem
+from .rules import Rule
 
 
 Value = int | frozenset | None

@@ -8,8 +8,8 @@ from itertools import product
 
 import numpy as np
 
-from hf_sparsecoding.tasks.raven.attributes import ANGLES, Component, Entities, Entity, Panel
-from hf_sparsecoding.tasks.raven.rules import Rule, draw_set
+from .attributes import ANGLES, Component, Entities, Entity, Panel
+from .rules import Rule, draw_set
 
 
 ATTRIBUTES = ("type", "size", "color")

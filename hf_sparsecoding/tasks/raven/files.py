@@ -16,9 +16,9 @@ from jaxtyping import Float32, Int64, UInt8
 from PIL import Image as Pictures
 from tqdm.auto import tqdm
 
-from hf_sparsecoding.tasks.raven.attributes import CONFIGURATIONS
-from hf_sparsecoding.tasks.raven.generator import SPLITS, draw_problem
-from hf_sparsecoding.tasks.raven.rendering import SIDE, check_size, ink, render_all
+from .attributes import CONFIGURATIONS
+from .generator import SPLITS, draw_problem
+from .rendering import SIDE, check_size, ink, render_all
 
 
 SHAPE = (16, SIDE, SIDE)

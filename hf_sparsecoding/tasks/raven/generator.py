@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_sparsecoding.tasks.raven.attributes import ANGLES, CONFIGURATIONS, Component, Entities, Entity, Panel
-from hf_sparsecoding.tasks.raven.choices import draw_choices
-from hf_sparsecoding.tasks.raven.rules import Rule, Slots, draw_levels, draw_rules, draw_slots
+from .attributes import ANGLES, CONFIGURATIONS, Component, Entities, Entity, Panel
+from .choices import draw_choices
+from .rules import Rule, Slots, draw_levels, draw_rules, draw_slots
 
 
 SPLITS = ("train", "validation", "test")

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float32, Float64, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from hf_sparsecoding.tasks.raven.attributes import ANGLES, COLORS, CONFIGURATIONS, SIZES, TYPES, Entity, Panel
+from .attributes import ANGLES, COLORS, CONFIGURATIONS, SIZES, TYPES, Entity, Panel
 
 
 SIDE = 160

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_sparsecoding.tasks.raven.attributes import Component, Range
+from .attributes import Component, Range
 
 
 KINDS = ("constant", "progression", "arithmetic", "distribute_three")

@@ -10,10 +10,10 @@ from datasets import Dataset, Features, IterableDataset, Value
 from jaxtyping import Float32, UInt8
 from PIL import Image
 
-from hf_sparsecoding.tasks.raven import files
-from hf_sparsecoding.tasks.raven.attributes import CONFIGURATIONS
-from hf_sparsecoding.tasks.raven.generator import Problem, draw_panels, draw_problem, random_generator
-from hf_sparsecoding.tasks.raven.rendering import SIDE, check_size, draw_picture, ink, render_all
+from . import files
+from .attributes import CONFIGURATIONS
+from .generator import Problem, draw_panels, draw_problem, random_generator
+from .rendering import SIDE, check_size, draw_picture, ink, render_all
 
 
 COLUMNS = Features({**files.COLUMNS, "rules": Value("string")})
