@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tqdm.auto import tqdm
 
-from ..reports import tables
+from ..reports import plots, tables
 
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -82,22 +82,14 @@ def draw_ratios(
     panels: Mapping[str, Sequence[tuple[str, dict]]], name: str, axis_label: str, path: str | Path
 ) -> None:
     """A ratio with its interval for each (contender, metrics), a panel per title."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     height = 1.8 + 0.3 * max(map(len, panels.values()), default=1)
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.2 * len(panels), height), squeeze=False, layout="constrained"
-    )
+    figure, axes = plots.new_figure(4.2 * len(panels), height, len(panels))
     for axis, (title, shown) in zip(axes[0], panels.items(), strict=True):
         for place, (_, metrics) in enumerate(shown):
-            axis.plot((metrics[f"{name}_low"], metrics[f"{name}_high"]), (place, place), color="#9aa5b1")
-            axis.plot(metrics[name], place, "o", color="#2a6f97")
+            axis.plot((metrics[f"{name}_low"], metrics[f"{name}_high"]), (place, place), color=plots.BEFORE)
+            axis.plot(metrics[name], place, "o", color=plots.AFTER)
         axis.axvline(1, color="#333333", linewidth=0.8)
         axis.set_yticks(range(len(shown)), [contender for contender, _ in shown])
         axis.invert_yaxis()
         axis.set(title=title, xlabel=axis_label)
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    plt.close(figure)
+    plots.save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""The small model on a CUDA device: the values and gradients of the CPU, in both block sizes, and its own precision."""
+"""The small model on a CUDA device: values and gradients of the CPU, in both block sizes, and half precision."""
 
 import copy
 
