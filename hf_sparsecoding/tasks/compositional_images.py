@@ -4,7 +4,6 @@ n problems, P = pairs + 1 image pairs (the last one is the target), S pixels per
 C = cells * cells cells, K shapes per image at most, R rules.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
@@ -15,7 +14,7 @@ from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from jaxtyping import Int, UInt8
 from PIL import Image as Picture
 
-from .streams import CHUNK, numbered, random_generator, shard_starts
+from .streams import CHUNK, numbered, sharded
 
 
 # No glyph is one of its own rotations or reflections, and no two are closer than 3 pixels in any orientation.
@@ -215,23 +214,11 @@ class CompositionalImages:
         return Dataset.from_dict(columns(self.generate(n, split, seed)), features=COLUMNS)
 
     def stream(self, split: str, seed: int, shards: int = 64) -> IterableDataset:
-        """Endless problems with the columns of `dataset`, the same as those of `generate`.
+        """Endless problems with the columns of `dataset`; see `streams.sharded`."""
+        return sharded(partial(self._chunk, split=split, seed=seed), split, seed, shards, COLUMNS)
 
-        Shard k has every `shards`-th chunk of 256 problems, from chunk k on. Data loader workers and
-        `datasets.distributed.split_dataset_by_node` hand every process its own shards (choose `shards` as a multiple
-        of the number of processes times workers); a shard never ends, so a process reads the first one it has.
-        """
-        if shards < 1:
-            raise ValueError(f"shards must be at least 1, got {shards}")
-        random_generator(split, seed)  # reject bad values here and not at the first problem
-        kwargs = {"split": split, "seed": seed, "total": shards, "shards": list(range(shards))}
-        return IterableDataset.from_generator(self._stream_problems, gen_kwargs=kwargs, features=COLUMNS)
-
-    def _stream_problems(self, split: str, seed: int, total: int, shards: list[int]) -> Iterator[dict]:
-        for start in shard_starts(shards, total):
-            values = columns(self.generate(CHUNK, split, seed, start))
-            for row in zip(*values.values(), strict=True):
-                yield dict(zip(values, row, strict=True))
+    def _chunk(self, start: int, split: str, seed: int) -> dict[str, list]:
+        return columns(self.generate(CHUNK, split, seed, start))
 
     def ambiguous_share(self, n: int, split: str, seed: int) -> float:
         """Share of problems with a second answer: some other rule, held out or not, turns every context input into its

@@ -3,9 +3,9 @@
 Shapes: n problems, 9 panels of a 3x3 grid row by row (the last one is the target), M features per panel, V values.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations, combinations_with_replacement, permutations, product
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 from jaxtyping import Bool, Int
 
-from .streams import CHUNK, numbered, random_generator, shard_starts
+from .streams import CHUNK, numbered, sharded
 
 
 RULES = (
@@ -140,22 +140,11 @@ class SRaven:
         return Dataset.from_dict(self._rows(self.generate(n, split, seed)), features=COLUMNS)
 
     def stream(self, split: str, seed: int, shards: int = 64) -> IterableDataset:
-        """Endless problems with the columns of `dataset`, in `shards` parts without overlap.
+        """Endless problems with the columns of `dataset`; see `streams.sharded`."""
+        return sharded(partial(self._chunk, split=split, seed=seed), split, seed, shards, COLUMNS)
 
-        Data loader workers and `datasets.distributed.split_dataset_by_node` hand every process its own shards; choose
-        `shards` as a multiple of the number of processes times workers.
-        """
-        if shards < 1:
-            raise ValueError(f"shards must be at least 1, got {shards}")
-        random_generator(split, seed)  # reject bad values here and not at the first problem
-        kwargs = {"split": split, "seed": seed, "total": shards, "shards": list(range(shards))}
-        return IterableDataset.from_generator(self._stream, gen_kwargs=kwargs, features=COLUMNS)
-
-    def _stream(self, split: str, seed: int, total: int, shards: list[int]) -> Iterator[dict]:
-        for start in shard_starts(shards, total):
-            rows = self._rows(self.generate(CHUNK, split, seed, start))
-            for values in zip(*rows.values(), strict=True):
-                yield dict(zip(rows, values, strict=True))
+    def _chunk(self, start: int, split: str, seed: int) -> dict[str, list]:
+        return self._rows(self.generate(CHUNK, split, seed, start))
 
     def text(self, grid: Int[np.ndarray, "3 3 features"]) -> str:
         """A picture of one problem, the answer in brackets; values above 9 are letters."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import numpy as np
+from datasets import Features, IterableDataset
 
 
 SPLITS = ("train", "test", "ood")
@@ -32,6 +33,29 @@ def numbered(
     parts = [draw(CHUNK, random_generator(split, seed, chunk)) for chunk in range(first, last + 1)]
     inside = slice(start - first * CHUNK, start - first * CHUNK + n)
     return [np.concatenate(arrays)[inside] for arrays in zip(*parts, strict=True)]
+
+
+def sharded(
+    rows: Callable[[int], dict[str, list]], split: str, seed: int, shards: int, features: Features
+) -> IterableDataset:
+    """Endless problems in `shards` parts without overlap; `rows(start)` gives the columns of a chunk of `CHUNK`.
+
+    Shard k has every `shards`-th chunk, from chunk k on. Data loader workers and
+    `datasets.distributed.split_dataset_by_node` hand every process its own shards (choose `shards` as a multiple of
+    the number of processes times workers); a shard never ends, so a process reads the first one it has.
+    """
+    if shards < 1:
+        raise ValueError(f"shards must be at least 1, got {shards}")
+    random_generator(split, seed)  # reject bad values here and not at the first problem
+    kwargs = {"rows": rows, "total": shards, "shards": list(range(shards))}
+    return IterableDataset.from_generator(_shard_rows, gen_kwargs=kwargs, features=features)
+
+
+def _shard_rows(rows: Callable[[int], dict[str, list]], total: int, shards: list[int]) -> Iterator[dict]:
+    for start in shard_starts(shards, total):
+        columns = rows(start)
+        for values in zip(*columns.values(), strict=True):
+            yield dict(zip(columns, values, strict=True))
 
 
 def shard_starts(shards: list[int], total: int, size: int = CHUNK) -> Iterator[int]:

@@ -1,6 +1,6 @@
 """The Sparse Coding Transformer and its baselines: one layer with exchangeable mixers.
 
-B batch, N tokens, H heads, D head dim, C tokens per context, K contexts, F hidden size.
+B batch, N tokens, H heads, T target tokens, F hidden size.
 """
 
 import math
@@ -13,114 +13,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from ...ops import (
-    absolute_transfer,
-    aligned_decode,
-    coefficients,
-    hyla,
-    normalised_soft_threshold,
-    rms_over_heads,
-    rms_over_keys,
-    rms_per_head,
-    transferred_coefficients,
-)
+from .attention import SparseTransformerAttention
 from .configuration_sparse_transformer import SparseTransformerConfig
-
-
-SCORE_NORMS = {"none": lambda scores: scores, "heads": rms_over_heads, "keys": rms_over_keys}
-
-
-class SparseTransformerAttention(nn.Module):
-    """Coefficients from scores, their transfer to the target, decoding. Source: arXiv 2511.20194, sec. 3."""
-
-    def __init__(self, config: SparseTransformerConfig):
-        super().__init__()
-        self.config = config
-        heads, size = config.num_attention_heads, config.num_attention_heads * config.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * size, bias=config.use_bias)
-        self.o_proj = nn.Linear(size, config.hidden_size, bias=config.use_bias)
-        distances = {"none": 0, "past": config.sequence_length, "both": 2 * config.sequence_length - 1}
-        if distances[config.position_bias]:
-            self.position_bias = nn.Parameter(torch.zeros(heads, distances[config.position_bias]))
-        if config.transfer != "none":
-            rows = heads if config.transfer_per_head else 1
-            self.transfer_weight = nn.Parameter(torch.full((rows, config.num_contexts), float(config.transfer_init)))
-        if config.mixer == "sparse_coding" and config.threshold_type != "fixed":
-            rows = heads if config.threshold_type == "head" else 1
-            self.raw_threshold = nn.Parameter(torch.zeros(rows))
-
-    def threshold(self) -> float | Tensor:
-        """xi, a number or [h, 1, 1]; a learned one is kept above 0 by a softplus."""
-        if self.config.threshold_type == "fixed":
-            return self.config.threshold
-        return functional.softplus(self.raw_threshold)[:, None, None]
-
-    def scores(self, query: Tensor, key: Tensor, distances: Tensor | None) -> Tensor:
-        """Scaled dot products with the position bias, [B, H, N, N], not yet normalised."""
-        scores = (query * self.config.head_dim**-0.5) @ key.mT  # [B, H, N, N]
-        return scores if distances is None else scores + self.position_bias[:, distances]
-
-    def coefficients(self, scores: Tensor, threshold_scale: float) -> Tensor:
-        """Normalisation, sigma and, at the stage "scores", transfer."""
-        config = self.config
-        if config.transfer_stage == "scores":
-            scores = self.lift(SCORE_NORMS[config.score_norm](scores))
-        elif config.mixer == "sparse_coding" and config.score_norm == "heads":
-            return normalised_soft_threshold(scores, threshold_scale * self.threshold())
-        else:
-            scores = SCORE_NORMS[config.score_norm](scores)
-        if config.mixer == "softmax":
-            return coefficients.softmax(scores)
-        if config.mixer == "sparse_coding":
-            return coefficients.soft_threshold(scores, threshold_scale * self.threshold())
-        return scores
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        distances: Tensor | None,
-        threshold_scale: float = 1.0,
-        output: bool = False,
-        last: int | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [B, N, F] -> the same of the `last` tokens (None: all), and, if asked for, the coefficients
-        [B, H, N, N] after transfer."""
-        config = self.config
-        batch, tokens, _ = hidden_states.shape
-        projected = self.qkv_proj(hidden_states).view(batch, tokens, 3, config.num_attention_heads, config.head_dim)
-        query, key, value = projected.permute(2, 0, 3, 1, 4)  # [B, H, N, D] each
-        key = key.relu() if config.phi == "relu" else key
-        value = value.relu() if config.psi == "relu" else value
-        alpha = self.coefficients(self.scores(query, key, distances), threshold_scale)
-        transferred = config.transfer != "none" and config.transfer_stage == "coefficients"
-        lifted = self.lift(alpha) if transferred and (output or config.mixer == "hyla") else alpha
-        if config.mixer == "hyla":
-            out = hyla(lifted, value)
-        else:
-            out = self.decode(alpha, value) if transferred else alpha @ value
-        out = out if last is None else out[:, :, -last:]
-        if config.output_norm == "head":
-            out = rms_per_head(out)
-        elif config.output_norm == "length":
-            out = out * tokens**-0.5
-        return self.o_proj(out.transpose(1, 2).flatten(2)), lifted if output else None
-
-    def decode(self, alpha: Tensor, value: Tensor) -> Tensor:
-        """`alpha psi`, the target's part with what the contexts transfer."""
-        length = self.config.context_length
-        if self.config.transfer == "aligned":
-            return aligned_decode(alpha, value, self.transfer_weight, length)
-        out = alpha @ value
-        received = absolute_transfer(out, self.transfer_weight, length)
-        return torch.cat([out[:, :, :-length], out[:, :, -length:] + received], 2)
-
-    def lift(self, alpha: Tensor) -> Tensor:
-        """Coefficients (or scores) [B, H, N, N] after transfer."""
-        if self.config.transfer == "none":
-            return alpha
-        length = self.config.context_length
-        received = transferred_coefficients(alpha, self.transfer_weight, length, self.config.transfer == "aligned")
-        return torch.cat([alpha[:, :, :-length], alpha[:, :, -length:] + received], 2)
 
 
 class SparseTransformerLayer(nn.Module):
