@@ -26,11 +26,12 @@ MIXERS = {
     "hyla": {"mixer": "hyla"},
     "sparse_coding": {"mixer": "sparse_coding", "score_norm": "none", "threshold": 0.01},
     "sparse_coding_heads": {"mixer": "sparse_coding", "score_norm": "heads", "threshold": 0.3},
+    "sparse_coding_keys": {"mixer": "sparse_coding", "score_norm": "keys", "output_norm": "length", "threshold": 1.0},
 }
 # name: (mixer, transfer)
 TRANSFERS = {
     f"{mixer}_{transfer}": (mixer, transfer)
-    for mixer in (SOFTMAX, "sparse_coding_heads")
+    for mixer in (SOFTMAX, "sparse_coding_keys")
     for transfer in ("paper", "aligned")
 }
 METHODS = (*MIXERS, *TRANSFERS)

@@ -18,8 +18,8 @@ def test_contenders_have_the_reference_sizes():
 
 
 def test_transfer_is_per_head():
-    config = mixers.make_model("sparse_coding_heads_aligned", seed=0).config
-    assert (config.mixer, config.score_norm, config.threshold) == ("sparse_coding", "heads", 0.3)
+    config = mixers.make_model("sparse_coding_keys_aligned", seed=0).config
+    assert (config.mixer, config.score_norm, config.threshold) == ("sparse_coding", "keys", 1.0)
     assert (config.transfer, config.transfer_per_head) == ("aligned", True)
     assert mixers.make_model("sparse_coding", seed=0).config.score_norm == "none"
 
@@ -35,13 +35,13 @@ def test_step_trains_every_parameter():
 
 def test_baselines_are_always_there():
     assert mixers.with_baselines(["hyla"]) == ["softmax", "hyla"]
-    wanted = ["softmax", "sparse_coding_heads", "sparse_coding_heads_paper"]
-    assert mixers.with_baselines(["sparse_coding_heads_paper"]) == wanted
+    wanted = ["softmax", "sparse_coding_keys", "sparse_coding_keys_paper"]
+    assert mixers.with_baselines(["sparse_coding_keys_paper"]) == wanted
     assert mixers.with_baselines(mixers.METHODS) == list(mixers.METHODS)
 
 
 def test_unknown_method_lists_the_known():
-    with pytest.raises(ValueError, match="softmax, linear, hyla.*sparse_coding_heads_aligned, got 'lora_r8'"):
+    with pytest.raises(ValueError, match="softmax, linear, hyla.*sparse_coding_keys_aligned, got 'lora_r8'"):
         mixers.with_baselines(["lora_r8"])
 
 

@@ -1,5 +1,7 @@
 """HYLA and the normalisations against the reference: values and gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -51,19 +53,26 @@ def test_zeros_stay_zeros(function):
     assert gradient.isfinite().all()
 
 
-def normalised_then_thresholded(scores, threshold):
-    return reference.coefficients("soft_threshold", reference.rms_normalised(scores, 1, EPSILON), threshold=threshold)
+def normalised_then_thresholded(scores, threshold, over="heads"):
+    dim = {"heads": 1, "keys": -1}[over]
+    return reference.coefficients(
+        "soft_threshold", reference.rms_normalised(scores, dim, EPSILON), threshold=threshold
+    )
+
+
+# one key alone has a gradient of eps: there is nothing to compare
+SIZES = [("heads", 1, 1), ("heads", 7, 7), ("heads", 3, 65), ("keys", 1, 2), ("keys", 7, 7), ("keys", 3, 65)]
 
 
 @pytest.mark.parametrize("block", [1, 100, 1 << 18])
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0, 5.0])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (3, 65)])
-def test_normalised_threshold(queries, keys, threshold, block, monkeypatch):
+@pytest.mark.parametrize(("over", "queries", "keys"), SIZES)
+def test_normalised_threshold(over, queries, keys, threshold, block, monkeypatch):
     monkeypatch.setattr(normalised_threshold, "BLOCK_ELEMENTS", block)
     scores = bfloat16_grid(5, 3, queries, keys, seed=0).requires_grad_()
     assert_same(
-        lambda s: normalised_soft_threshold(s, threshold),
-        lambda s: normalised_then_thresholded(s, threshold),
+        lambda s: normalised_soft_threshold(s, threshold, over),
+        lambda s: normalised_then_thresholded(s, threshold, over),
         [scores],
     )
 
@@ -71,20 +80,25 @@ def test_normalised_threshold(queries, keys, threshold, block, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_normalised_threshold_in_every_dtype(dtype):
     exact = bfloat16_grid(2, 4, 7, 7, seed=0)
-    value = normalised_soft_threshold(exact.to(dtype), 0.3)
+    value = normalised_soft_threshold(exact.to(dtype), 0.3, "heads")
     assert value.dtype == dtype
     assert_close(value, normalised_then_thresholded(exact, 0.3))
 
 
 def test_normalised_threshold_of_zeros_and_of_a_learned_xi():
     zeros = torch.zeros(2, 3, 4, 5, requires_grad=True)
-    out = normalised_soft_threshold(zeros, 0.1)
+    out = normalised_soft_threshold(zeros, 0.1, "heads")
     (gradient,) = torch.autograd.grad(out.sum(), zeros)
     assert (out == 0).all()
     assert (gradient == 0).all()
     scores = bfloat16_grid(2, 3, 4, 5, seed=0).requires_grad_()
     xi = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    assert_same(normalised_soft_threshold, normalised_then_thresholded, [scores, xi])
+    for over in ("heads", "keys"):
+        assert_same(
+            partial(normalised_soft_threshold, over=over),
+            partial(normalised_then_thresholded, over=over),
+            [scores, xi],
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -92,8 +106,9 @@ def test_large_half_precision_scores(dtype):
     """Their squares leave the range of float16."""
     scores = torch.full((1, 3, 2, 2), 300.0, dtype=dtype)
     torch.testing.assert_close(rms_over_heads(scores), torch.ones_like(scores))
-    torch.testing.assert_close(normalised_soft_threshold(scores, 0.3), torch.full_like(scores, 0.7), rtol=0.01, atol=0)
+    value = normalised_soft_threshold(scores, 0.3, "heads")
+    torch.testing.assert_close(value, torch.full_like(scores, 0.7), rtol=0.01, atol=0)
 
 
 def test_no_problems_at_all():
-    assert normalised_soft_threshold(torch.zeros(0, 3, 4, 4), 0.3).shape == (0, 3, 4, 4)
+    assert normalised_soft_threshold(torch.zeros(0, 3, 4, 4), 0.3, "heads").shape == (0, 3, 4, 4)

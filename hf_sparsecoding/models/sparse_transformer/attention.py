@@ -59,8 +59,8 @@ class SparseTransformerAttention(nn.Module):
         config = self.config
         if config.transfer_stage == "scores":
             scores = self.lift(SCORE_NORMS[config.score_norm](scores))
-        elif config.mixer == "sparse_coding" and config.score_norm == "heads":
-            return normalised_soft_threshold(scores, threshold_scale * self.threshold())
+        elif config.mixer == "sparse_coding" and config.score_norm != "none":
+            return normalised_soft_threshold(scores, threshold_scale * self.threshold(), config.score_norm)
         else:
             scores = SCORE_NORMS[config.score_norm](scores)
         if config.mixer == "softmax":
