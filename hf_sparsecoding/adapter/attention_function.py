@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..ops import soft_threshold, thresholded_softmax
+from ..ops.attention import allowed_keys, decode, eager_coefficients, sparse_attention
 
 
 THRESHOLD_KEY = "sparsecoding_threshold"
@@ -71,31 +71,36 @@ def thresholded_attention(
     scaling: float,
     dropout: float = 0.0,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, H, D] and coefficients [B, H, T, S]. Scores are float32: bfloat16's rounding crosses xi."""
-    groups = query.shape[1] // key.shape[1]
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = query.to(wide) @ key.to(wide).repeat_interleave(groups, 1).mT * scaling  # [B, H, T, S]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    mask = _boolean_mask(attention_mask, scores)
-    xi = threshold[:, :, None, None]
-    function = {"thresholded_softmax": thresholded_softmax, "soft_threshold": soft_threshold}[kind]
-    alpha = function(scores, xi, mask).to(query.dtype)
-    alpha = nn.functional.dropout(alpha, p=dropout, training=module.training)
-    outputs = alpha @ value.repeat_interleave(groups, 1)
+    explicit: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs [B, T, H, D] and, if `explicit`, the coefficients [B, H, T, S] that others do not compute as a whole."""
+    dropout = dropout if module.training else 0.0
+    length, causal = query.shape[2], False
+    if attention_mask is None and length > 1:
+        # transformers leaves the mask out where it is plainly causal; a static cache has further, empty keys behind
+        key, value, causal = key[:, :, :length], value[:, :, :length], True
+    mask = None if attention_mask is None else _boolean(attention_mask[..., : key.shape[2]])
+    if not explicit:
+        outputs = sparse_attention(
+            query,
+            key,
+            value,
+            coefficients=kind,
+            threshold=threshold,
+            scale=scaling,
+            mask=mask,
+            causal=causal,
+            softcap=softcap,
+            dropout=dropout,
+        )
+        return outputs.transpose(1, 2).contiguous(), None
+    allowed = allowed_keys(length, key.shape[2], mask, causal, device=query.device)
+    alpha = eager_coefficients(query, key, kind, threshold, scaling, allowed, softcap).to(query.dtype)
+    outputs = decode(nn.functional.dropout(alpha, p=dropout), value)
     return outputs.transpose(1, 2).contiguous(), alpha
 
 
-def _boolean_mask(mask: Tensor | None, scores: Tensor) -> Tensor | None:
-    length, keys = scores.shape[-2:]
-    if mask is None:
-        # transformers leaves the mask out where it is plainly causal, or where the one token is the last; a static
-        # cache has further, empty keys behind the first `length`
-        if length == 1:
-            return None
-        return torch.ones(length, keys, dtype=torch.bool, device=scores.device).tril()
-    mask = mask[..., :keys]
+def _boolean(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask >= 0
 
 
@@ -123,6 +128,7 @@ def _sparse_coding(original: str):
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             dropout=kwargs.get("dropout", 0.0),
             softcap=kwargs.get("softcap"),
+            explicit=original == "eager",
         )
 
     return attention

@@ -1,5 +1,6 @@
 """Tensor maths of sparse-coding attention: coefficients, and their transfer between contexts."""
 
+from .attention import Sparsity, sparse_attention
 from .coefficients import (
     COEFFICIENTS,
     linear,
@@ -18,6 +19,7 @@ from .transfer import context_sum, transfer, transfer_lags
 
 __all__ = [
     "COEFFICIENTS",
+    "Sparsity",
     "absolute_transfer",
     "aligned_decode",
     "context_sum",
@@ -31,6 +33,7 @@ __all__ = [
     "rms_per_head",
     "soft_threshold",
     "softmax",
+    "sparse_attention",
     "thresholded_softmax",
     "top_k",
     "transfer",

@@ -33,7 +33,7 @@ def prox(values: Float[Tensor, "..."], threshold: Threshold) -> Float[Tensor, ".
         return torch.nn.functional.softshrink(values, threshold)
     threshold = threshold.to(values.dtype)
     # not with minimum and maximum: these split the gradient where |v| = xi, as at every masked zero when xi is 0
-    return torch.where(values.abs() > threshold, values - values.sign() * threshold, 0)
+    return torch.where(values.abs() <= threshold, 0, values - values.sign() * threshold)  # nan stays nan
 
 
 def softmax(scores: Scores, mask: Mask = None) -> Scores:

@@ -145,7 +145,9 @@ def test_bfloat16_does_not_flip_the_threshold():
 
     def kept(dtype):
         tensors = (tensor.to(dtype) for tensor in (query, key, value))
-        _, alpha = thresholded_attention(torch.nn.Module(), *tensors, None, "soft_threshold", threshold, scaling=0.35)
+        _, alpha = thresholded_attention(
+            torch.nn.Module(), *tensors, None, "soft_threshold", threshold, scaling=0.35, explicit=True
+        )
         return alpha != 0
 
     assert torch.equal(kept(torch.bfloat16), kept(torch.float32))
