@@ -4,7 +4,7 @@ B batch, H heads, T queries, S keys, D head dim.
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Num
 from torch import Tensor
 
 
@@ -17,9 +17,15 @@ def rms_over_heads(scores: Float[Tensor, "B H T S"], epsilon: float = EPSILON) -
     return _rms_normalised(scores, 1, epsilon)
 
 
-def rms_over_keys(scores: Float[Tensor, "B H T S"], epsilon: float = EPSILON) -> Float[Tensor, "B H T S"]:
-    """`a[t, :] / sqrt(mean_s a[t, s]^2 + eps)`: each row of coefficients has size one."""
-    return _rms_normalised(scores, -1, epsilon)
+def rms_over_keys(
+    scores: Float[Tensor, "B H T S"], epsilon: float = EPSILON, count: Num[Tensor, "..."] | None = None
+) -> Float[Tensor, "B H T S"]:
+    """`a[t, :] / sqrt(mean_s a[t, s]^2 + eps)`: each row of coefficients has size one.
+
+    Args:
+        count: Over how many keys the mean is, where the scores of the others are zero; broadcasts to [B, H, T, 1].
+    """
+    return _rms_normalised(scores, -1, epsilon, count)
 
 
 def rms_per_head(outputs: Float[Tensor, "B H T D"], epsilon: float = EPSILON) -> Float[Tensor, "B H T D"]:
@@ -27,9 +33,11 @@ def rms_per_head(outputs: Float[Tensor, "B H T D"], epsilon: float = EPSILON) ->
     return _rms_normalised(outputs, -1, epsilon)
 
 
-def _rms_normalised(tensor: Tensor, dim: int, epsilon: float) -> Tensor:
+def _rms_normalised(tensor: Tensor, dim: int, epsilon: float, count: Tensor | None = None) -> Tensor:
     wide = tensor.float() if tensor.dtype in HALF else tensor  # a square leaves the range of float16
-    return (wide * (wide.square().mean(dim, keepdim=True) + epsilon).rsqrt()).to(tensor.dtype)
+    squares = wide.square()
+    mean = squares.mean(dim, keepdim=True) if count is None else squares.sum(dim, keepdim=True) / count
+    return (wide * (mean + epsilon).rsqrt()).to(tensor.dtype)
 
 
 def hyla(alpha: Float[Tensor, "B H T S"], values: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H T D"]:

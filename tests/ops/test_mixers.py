@@ -44,6 +44,15 @@ def test_normalisations(function, dim):
     assert_close(size, torch.ones_like(size) - EPSILON / (scores.square().mean(dim) + EPSILON))
 
 
+def test_mean_over_the_keys_that_count():
+    scores = bfloat16_grid(2, 3, 4, 7, seed=0)
+    scores[:, :, 1, 5:] = scores[:, :, 2, 1:] = 0
+    normalised = rms_over_keys(scores, count=torch.tensor([[7], [5], [1], [7]]))
+    for row, keys in enumerate((7, 5, 1, 7)):
+        expected = reference.rms_normalised(scores[:, :, row, :keys], -1, EPSILON)
+        assert_close(normalised[:, :, row, :keys], expected)
+
+
 @pytest.mark.parametrize("function", [rms_over_heads, rms_over_keys, rms_per_head])
 def test_zeros_stay_zeros(function):
     zeros = torch.zeros(2, 3, 4, 5, requires_grad=True)
