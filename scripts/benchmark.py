@@ -4,6 +4,7 @@
     python scripts/benchmark.py --model llama-2048 --method lora_r8 lags_per_head --rounds 40
     python scripts/benchmark.py --model my/folder --dtype bfloat16 --length 64 --clock cpu
     python scripts/benchmark.py --suite mixers                        # about two minutes on one core
+    python scripts/benchmark.py --suite attention --length 512 2048   # a minute
 
 Suite "adapter": a training step (forward, backward, optimizer step) with an adapter, against the same model without
 one and against LoRA. The models are a random two-layer Llama as wide as a 1B one, and SmolLM2-135M as
@@ -12,6 +13,10 @@ and the base's backward goes through every layer too: see `hf_sparsecoding/bench
 
 Suite "mixers": a training step of the small SparseTransformer on S-RAVEN with each mixer, without and with transfer of
 the coefficients, against softmax and against the same mixer without transfer. Both are timed whatever --method names.
+
+Suite "attention": forward and training of attention with thresholded coefficients, against torch's SDPA, explicit
+matrices of coefficients and, if it is installed, entmax; also where only a share (--density) of the tiles of
+coefficients holds any. With peak memory.
 
 A ratio is taken within each round and reported as the median over rounds with a bootstrapped 95 % interval.
 """
@@ -27,7 +32,7 @@ from pathlib import Path
 import torch
 from transformers import HfArgumentParser
 
-from hf_sparsecoding.benchmarks import adapter, mixers
+from hf_sparsecoding.benchmarks import adapter, attention, mixers
 from hf_sparsecoding.benchmarks.turns import Turns
 from hf_sparsecoding.reports import results
 
@@ -54,16 +59,17 @@ SUITES = {
         adapter.table,
         adapter.picture,
     ),
+    "attention": Suite("kernels", attention.defaults, attention.measure, attention.table, attention.picture),
     "mixers": Suite("sparse-transformer-throughput", mixers.defaults, mixers.measure, mixers.table, mixers.picture),
 }
-OPTIONS = ("model", "method", "dtype", "length", "batch_size", "compile")  # of one suite or another
+OPTIONS = ("model", "method", "dtype", "length", "density", "batch_size", "compile")  # of one suite or another
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkArguments(Turns):
     """What is timed, and how. An option that is None takes the suite's default."""
 
-    suite: str = field(default="adapter", metadata={"help": "which set of contenders: adapter, mixers"})
+    suite: str = field(default="adapter", metadata={"help": "which set of contenders: adapter, attention, mixers"})
     model: list[str] | None = field(
         default=None,
         metadata={
@@ -75,7 +81,7 @@ class BenchmarkArguments(Turns):
         default=None,
         metadata={
             "help": "adapter: names of scripts/configs/adapters, or PEFT configs as --adapter_config of adapt.py; "
-            f"mixers: {', '.join(mixers.METHODS)}"
+            f"mixers: {', '.join(mixers.METHODS)}; attention: {', '.join(attention.CONTENDERS)}"
         },
     )
     dtype: list[str] | None = field(
@@ -85,7 +91,12 @@ class BenchmarkArguments(Turns):
             "is very slow)"
         },
     )
-    length: int | None = field(default=None, metadata={"help": "adapter: tokens per sequence (512)"})
+    length: list[int] | None = field(
+        default=None, metadata={"help": "tokens per sequence; adapter: one (512), attention: any number of them"}
+    )
+    density: list[float] | None = field(
+        default=None, metadata={"help": "attention: shares of tiles that hold a coefficient, 1 for random scores"}
+    )
     batch_size: int | None = field(default=None, metadata={"help": "samples per step (adapter: 1, mixers: 128)"})
     compile: bool | None = field(
         default=None, metadata={"help": "mixers: torch.compile all contenders", "nargs": "?", "const": True}
@@ -101,10 +112,14 @@ class BenchmarkArguments(Turns):
             value = getattr(self, name)
             if value is not None and name not in known:
                 raise ValueError(f"{name} does not apply to suite {self.suite!r} (it has {', '.join(known)})")
-        for name in ("length", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name, values in (
+            ("length", self.length or []),
+            ("batch_size", [] if self.batch_size is None else [self.batch_size]),
+        ):
+            if min(values, default=1) < 1:
+                raise ValueError(f"{name} must be at least 1, got {min(values)}")
+        if self.suite == "adapter" and len(self.length or [1]) > 1:
+            raise ValueError(f"suite 'adapter' takes one length, got {self.length}")
 
     def options(self) -> dict:
         """The suite's own options, as given or by default."""

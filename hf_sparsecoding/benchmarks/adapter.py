@@ -51,7 +51,7 @@ def defaults() -> dict:
         "model": [*RANDOM_MODELS, FETCHED],
         "method": list(METHODS),
         "dtype": native_dtypes(),
-        "length": 512,
+        "length": [512],
         "batch_size": 1,
     }
 
@@ -68,7 +68,7 @@ def measure(
     model: Iterable[str],
     method: Iterable[str],
     dtype: Iterable[str],
-    length: int,
+    length: list[int],
     batch_size: int,
     folder: Path,
 ) -> list[dict]:
@@ -77,7 +77,7 @@ def measure(
     runs = []
     for name, source in available_models(model).items():
         for precision in dtype:
-            runs += time_adapters(name, source, precision, configs, (batch_size, length), turns)
+            runs += time_adapters(name, source, precision, configs, (batch_size, *length), turns)
     return runs
 
 

@@ -22,7 +22,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setitem(adapter.RANDOM_MODELS, "tiny", SIZES)
 
     def arguments(**changes):
-        values = {"model": ["tiny"], "length": 36, "rounds": 2, "warmup": 1, "progress": False}
+        values = {"model": ["tiny"], "length": [36], "rounds": 2, "warmup": 1, "progress": False}
         return BenchmarkArguments(**{**values, "output_dir": str(tmp_path), **changes})
 
     return arguments
@@ -82,7 +82,7 @@ def test_mixers_run_writes_every_contender(small_mixers, tmp_path, capsys):
 
 
 def test_options_are_the_suites_own():
-    assert BenchmarkArguments(length=36).options() == {**adapter.defaults(), "length": 36}
+    assert BenchmarkArguments(length=[36]).options() == {**adapter.defaults(), "length": [36]}
     assert BenchmarkArguments(suite="mixers").options() == {
         "method": list(mixers.METHODS),
         "batch_size": 128,
@@ -100,7 +100,7 @@ def test_options_on_the_command_line():
     assert parsed.options() == adapter.defaults()
 
 
-@pytest.mark.parametrize("foreign", [{"length": 36}, {"model": ["tiny"]}, {"dtype": ["float32"]}])
+@pytest.mark.parametrize("foreign", [{"length": [36]}, {"model": ["tiny"]}, {"dtype": ["float32"]}])
 def test_options_of_another_suite_are_refused(small_mixers, foreign):
     with pytest.raises(ValueError, match=f"{next(iter(foreign))} does not apply to suite 'mixers'"):
         small_mixers(**foreign)
@@ -113,7 +113,16 @@ def test_compile_is_not_for_adapters(small):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"suite": "x"}, {"clock": "x"}, {"rounds": 0}, {"length": 0}, {"warmup": -1}, {"batch_size": 0}, {"threads": 0}],
+    [
+        {"suite": "x"},
+        {"clock": "x"},
+        {"rounds": 0},
+        {"length": [0]},
+        {"length": [8, 16]},
+        {"warmup": -1},
+        {"batch_size": 0},
+        {"threads": 0},
+    ],
 )
 def test_arguments_are_checked(small, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -1,0 +1,249 @@
+"""Suite "attention": forward and training (forward and backward) of attention functions, against torch's SDPA.
+
+Causal, with random queries, keys and values; or with a chosen share of tiles that hold a coefficient at all (density
+below 1), which soft thresholding leaves out. SDPA takes as long whatever the values are.
+
+N tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from ..ops import sparse_attention
+from ..ops.attention_cpu import TILE
+from ..reports import tables
+from .turns import Turns, draw_ratios, ratio_cell, ratio_metrics, take_turns
+
+
+SDPA = "sdpa"
+XI = {"soft_threshold": 1.0, "thresholded_softmax": 1e-3}
+HEADS, HEAD_DIM = 4, 64
+FORWARD, TRAINING = "ratio_to_sdpa_forward", "ratio_to_sdpa_training"
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def _explicit(transform: Callable[[Tensor], Tensor]) -> Attention:
+    """Attention with a matrix of coefficients, from scores with -inf at the keys after the query."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = query @ key.mT * query.shape[-1] ** -0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return transform(scores.masked_fill(future, -torch.inf)) @ value
+
+    return attend
+
+
+def _thresholded(kind: str, backend: str | None) -> Attention:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        options = {"coefficients": kind, "threshold": XI[kind], "causal": True, "backend": backend}
+        return sparse_attention(query, key, value, **options)
+
+    return attend
+
+
+def _entmax(name: str) -> Attention:
+    def transform(scores: Tensor) -> Tensor:
+        import entmax
+
+        # entmax turns -inf into nan
+        return getattr(entmax, name)(scores.clamp(min=-1e4), dim=-1)
+
+    return _explicit(transform)
+
+
+CONTENDERS: dict[str, Attention] = {
+    SDPA: _sdpa,
+    "soft_threshold": _thresholded("soft_threshold", None),
+    "thresholded_softmax": _thresholded("thresholded_softmax", None),
+    "explicit softmax": _explicit(lambda scores: scores.softmax(-1)),
+    "explicit soft_threshold": _thresholded("soft_threshold", "eager"),
+    "explicit thresholded_softmax": _thresholded("thresholded_softmax", "eager"),
+    "entmax15": _entmax("entmax15"),
+    "sparsemax": _entmax("sparsemax"),
+}
+OPTIONAL = {"entmax15": "entmax", "sparsemax": "entmax"}  # contender -> the package it needs
+TILED = "soft_threshold"  # the contender that is timed at densities below 1
+
+
+def defaults() -> dict:
+    """The suite's own options."""
+    return {
+        "method": [name for name in CONTENDERS if name not in OPTIONAL or find_spec(OPTIONAL[name])],
+        "dtype": ["float32"],
+        "length": [512, 1024, 2048, 4096],
+        "density": [1.0, 0.5, 0.1],
+    }
+
+
+def measure(
+    turns: Turns, *, method: Iterable[str], dtype: Iterable[str], length: Iterable[int], density: Iterable[float]
+) -> list[dict]:
+    """Runs as results.json holds them, one per contender, length, type and density."""
+    names = [SDPA, *(name for name in check(method, density) if name != SDPA)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    runs = []
+    for kind in dtype:
+        for tokens in length:
+            for share in sorted(density, reverse=True):
+                chosen = names if share == 1 else [SDPA, TILED]
+                if share == 1 or TILED in names:
+                    runs += _measure(turns, chosen, getattr(torch, kind), tokens, share, device)
+    return runs
+
+
+def check(method: Iterable[str], density: Iterable[float]) -> list[str]:
+    """The contenders, if they are known and installed."""
+    names = list(method)
+    for name in names:
+        if name not in CONTENDERS:
+            raise ValueError(f"method must be one of {', '.join(CONTENDERS)}, got {name!r}")
+        if name in OPTIONAL and find_spec(OPTIONAL[name]) is None:
+            raise ImportError(f"{name} needs its package: pip install {OPTIONAL[name]}, or leave it out")
+    for share in density:
+        if not 0 < share <= 1:
+            raise ValueError(f"density must be above 0 and at most 1, got {share}")
+    return names
+
+
+def _measure(
+    turns: Turns, names: list[str], dtype: torch.dtype, length: int, density: float, device: str
+) -> list[dict]:
+    operands = make_operands(length, density, dtype, turns.seed, device)
+    cotangent = torch.randn(operands[0].shape, device=device, dtype=dtype)
+    label = f"{length} tokens, {str(dtype).removeprefix('torch.')}, density {density:g}"
+    forward, training = {}, {}
+    for name in names:
+        forward[name] = _synchronised(lambda f=CONTENDERS[name]: _without_gradients(f, operands), device)
+        training[name] = _synchronised(
+            lambda f=CONTENDERS[name]: torch.autograd.grad(f(*operands), operands, cotangent), device
+        )
+    memory = {name: peak_memory(step, device) for name, step in training.items()}
+    seconds = {
+        kind: take_turns(steps, turns, f"{label}, {kind}")
+        for kind, steps in (("forward", forward), ("training", training))
+    }
+    runs = []
+    for name in names:
+        metrics = {"peak_memory_bytes": memory[name]}
+        for metric, kind in ((FORWARD, "forward"), (TRAINING, "training")):
+            metrics[f"{kind}_seconds"] = float(sorted(seconds[kind][name])[turns.rounds // 2])
+            metrics |= ratio_metrics(metric, seconds[kind][name], seconds[kind][SDPA], turns.seed)
+        runs.append(
+            {
+                "method": f"{name}, {label}",
+                "seed": turns.seed,
+                "trainable_parameters": 0,
+                "samples": turns.rounds,
+                "settings": {
+                    "contender": name,
+                    "length": length,
+                    "density": density,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "heads": HEADS,
+                    "head_dim": HEAD_DIM,
+                    "threshold": XI.get(name.removeprefix("explicit ")),
+                    "threads": turns.threads,
+                    "rounds": turns.rounds,
+                    "clock": turns.clock,
+                    "device": device,
+                },
+                "metrics": metrics,
+            }
+        )
+    return runs
+
+
+def _without_gradients(attend: Attention, operands: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return attend(*operands)
+
+
+def _synchronised(step: Callable[[], object], device: str) -> Callable[[], None]:
+    def run() -> None:
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def make_operands(
+    length: int, density: float, dtype: torch.dtype, seed: int, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [1, H, N, D]. Below density 1, this share of the tiles below the diagonal, and those on
+    it, hold scores of 4; all others of almost 0.
+
+    Raises:
+        ValueError: more tiles than D, with density below 1: each tile of keys has a direction of its own.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(1, HEADS, length, HEAD_DIM, generator=generator) for _ in range(3)]
+    if density < 1:
+        tiles = -(-length // TILE)
+        if tiles > HEAD_DIM:
+            raise ValueError(f"density below 1 needs at most {HEAD_DIM * TILE} tokens, got {length}")
+        alive = (torch.rand(HEADS, tiles, tiles, generator=generator) < density) | torch.eye(tiles, dtype=torch.bool)
+        directions = 4 * HEAD_DIM**0.25 * torch.eye(tiles, HEAD_DIM)
+        keys = directions.repeat_interleave(TILE, 0)[:length]
+        queries = (alive.float() @ directions / 4).repeat_interleave(TILE, 1)[:, :length]
+        tensors[:2] = [queries[None] + 1e-3 * tensors[0], keys + 1e-3 * tensors[1]]
+    return tuple(tensor.to(device, dtype).requires_grad_() for tensor in tensors)
+
+
+def peak_memory(step: Callable[[], None], device: str) -> int:
+    """Bytes that a step holds at most, beside what was there before."""
+    step()  # what is only allocated once
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    held = np.cumsum([event["args"]["Bytes"] for event in events if event["name"] == "[memory]"])
+    return int(held.max(initial=0))
+
+
+def table(runs: list[dict]) -> str:
+    header = ["contender", "forward / SDPA", "training / SDPA", "peak memory, MB"]
+    rows = [
+        [
+            run["method"],
+            ratio_cell(run["metrics"], FORWARD),
+            ratio_cell(run["metrics"], TRAINING),
+            f"{run['metrics']['peak_memory_bytes'] / 1e6:.1f}",
+        ]
+        for run in runs
+    ]
+    return tables.table(header, rows)
+
+
+def picture(runs: list[dict], path: Path) -> None:
+    """Training's ratio to SDPA with its interval, a panel per length."""
+    panels: dict[str, list] = {}
+    for run in runs:
+        settings = run["settings"]
+        if settings["contender"] != SDPA:
+            density = "" if settings["density"] == 1 else f", {settings['density']:.0%} of the tiles"
+            name = f"{settings['contender']}{density}"
+            panels.setdefault(f"{settings['length']} tokens, {settings['dtype']}", []).append((name, run["metrics"]))
+    draw_ratios(panels, TRAINING, "training, ratio to SDPA", path)
