@@ -148,3 +148,23 @@ def hyla(alpha: Float[Tensor, "B H T S"], values: Float[Tensor, "B H S D"]) -> F
 def rms_normalised(tensor: Tensor, dim: int, epsilon: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps)` over one axis."""
     return tensor / (tensor.pow(2).mean(dim, keepdim=True) + epsilon).sqrt()
+
+
+def extended_linear_attention(
+    hidden_states: Float[Tensor, "B m n"],
+    weights: Float[Tensor, "3 H n n"],
+    biases: Float[Tensor, "3 H m n"],
+) -> Float[Tensor, "B m n"]:
+    """`o[t] = sum_h sum_s <q_h[t], k_h[s]> v_h[s]`, `q = X W_q + B_q` and so on, in the order query, key, value.
+
+    Source: arXiv 2503.23814; its (W3, W1, W2) and (B3, B1, B2).
+    """
+    out = []
+    for prompt in hidden_states:
+        total = torch.zeros_like(prompt)
+        for head in range(weights.shape[1]):
+            query, key, value = (prompt @ weights[i, head] + biases[i, head] for i in range(3))
+            rows = [((key * query[t]).sum(-1, keepdim=True) * value).sum(0) for t in range(len(prompt))]
+            total = total + torch.stack(rows)
+        out.append(total)
+    return torch.stack(out)
