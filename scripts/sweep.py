@@ -7,6 +7,8 @@ The file names the `command` (a script that takes --method, --seed and --output_
 `common` arguments, the `methods` with the arguments of each, the `seeds`, an `experiment` and an `output_dir`. Started
 again after an interruption, finished runs are skipped and the others go on from their own checkpoints. A run that
 fails stops no other; the exit status is then 1.
+
+A `grid` of arguments with lists of values makes a method of every combination, for each of `methods` or without them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field, fields
+from itertools import product
 from pathlib import Path
 
 import yaml
@@ -39,15 +42,18 @@ class Sweep:
 
     experiment: str
     command: str
-    methods: dict[str, dict]
     seeds: list[int]
     output_dir: str
+    methods: dict[str, dict] = field(default_factory=dict)
     common: dict = field(default_factory=dict)
+    grid: dict[str, list] = field(default_factory=dict)
 
     def __post_init__(self):
-        for name, kind in (("methods", dict), ("seeds", list), ("common", dict)):
+        for name, kind in (("methods", dict), ("seeds", list), ("common", dict), ("grid", dict)):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
+        if self.grid:
+            object.__setattr__(self, "methods", expand(self.methods or {"": {}}, self.grid))
         if not self.methods or not self.seeds:
             raise ValueError(f"need at least one method and one seed, got {list(self.methods)} and {self.seeds}")
         if not Path(self.command).is_file():
@@ -113,7 +119,8 @@ def read_sweep(path: str, overrides: list[str], output_dir: str | None) -> Sweep
     for name in values:
         if name not in known:
             raise ValueError(f"{path}: unknown key {name!r}{near_match(str(name), known)}")
-    missing = [name for name in known if name != "common" and name not in values]
+    optional = ("common", "grid", "methods") if "grid" in values else ("common", "grid")
+    missing = [name for name in known if name not in optional and name not in values]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
     common = dict(values.get("common") or {})
@@ -123,6 +130,20 @@ def read_sweep(path: str, overrides: list[str], output_dir: str | None) -> Sweep
             raise ValueError(f"--set takes NAME=VALUE, got {override!r}")
         common[name] = yaml.safe_load(value)
     return Sweep(**{**values, "common": common, "output_dir": output_dir or values["output_dir"]})
+
+
+def expand(methods: dict[str, dict], grid: dict[str, list]) -> dict[str, dict]:
+    """A method for every method and cell of the grid, named by both: "softmax, width=64, depth=2"."""
+    for argument, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"grid must give a list of values for {argument}, got {values!r}")
+    expanded = {}
+    for method, own in methods.items():
+        for values in product(*grid.values()):
+            cell = dict(zip(grid, values, strict=True))
+            names = [f"{argument}={value}" for argument, value in cell.items()]
+            expanded[", ".join([method, *names] if method else names)] = {**(own or {}), **cell}
+    return expanded
 
 
 def make_jobs(sweep: Sweep) -> list[Job]:

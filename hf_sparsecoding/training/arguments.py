@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}  # -> transformers' names
 PRECISIONS = ("no", "bf16", "fp16")
+OPTIMIZERS = ("adamw", "sgd")
 DECAYED = ("all", "matrices")
 # fields that decide where and how a run is watched, not what it computes
 BOOKKEEPING = {
@@ -19,6 +20,8 @@ BOOKKEEPING = {
     "evaluate_every",
     "progress",
 }
+# fields that came later, with what runs did before: left out of their identity, as in those runs' checkpoints
+ASSUMED = {"optimizer": "adamw"}
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,16 @@ class TrainingArguments:
     steps: int = field(default=200, metadata={"help": "optimizer steps in all"})
     batch_size: int = field(default=16, metadata={"help": "examples per optimizer step, over all processes"})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "forward passes per optimizer step"})
+    optimizer: str = field(default="adamw", metadata={"help": "adamw, or sgd without momentum"})
     learning_rate: float = field(default=1e-2, metadata={"help": "highest learning rate, after the warm-up"})
     warmup_steps: int = field(default=10, metadata={"help": "steps over which the learning rate rises from 0"})
     schedule: str = field(default="linear", metadata={"help": "after the warm-up: linear or cosine (to 0), constant"})
     final_learning_rate_share: float = field(
         default=0.0, metadata={"help": "cosine ends at this share of learning_rate instead of 0"}
     )
-    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's decoupled weight decay"})
+    weight_decay: float = field(
+        default=0.0, metadata={"help": "adamw's decoupled weight decay; of sgd the factor of an L2 penalty"}
+    )
     weight_decay_on: str = field(
         default="all", metadata={"help": "all parameters, or matrices: the weights of linear layers and embeddings"}
     )
@@ -57,6 +63,7 @@ class TrainingArguments:
         for name in ("warmup_steps", "weight_decay", "max_grad_norm", "checkpoint_every", "evaluate_every", "seed"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         self._require("learning_rate", self.learning_rate > 0, "above 0")
+        self._require("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
         self._require("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._require("weight_decay_on", self.weight_decay_on in DECAYED, f"one of {', '.join(DECAYED)}")
         self._require("final_learning_rate_share", 0 <= self.final_learning_rate_share < 1, "from 0 to below 1")
@@ -92,4 +99,8 @@ class TrainingArguments:
 
     def identity(self) -> dict:
         """The fields that the result depends on: a checkpoint may only be resumed where these agree."""
-        return {name: value for name, value in asdict(self).items() if name not in BOOKKEEPING}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in BOOKKEEPING and ASSUMED.get(name) != value
+        }

@@ -175,7 +175,8 @@ class _Run:
         identity = {**settings, **arguments.identity(), "num_processes": accelerator.num_processes}
         self.identity = json.loads(json.dumps(identity))
         self.parameters = parameters
-        optimizer = torch.optim.AdamW(_parameter_groups(model, arguments), lr=arguments.learning_rate)
+        kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[arguments.optimizer]
+        optimizer = kind(_parameter_groups(model, arguments), lr=arguments.learning_rate)
         # not handed to accelerate, which would step it once per process
         self.scheduler = _make_scheduler(optimizer, arguments)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)

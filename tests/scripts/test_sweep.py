@@ -72,6 +72,21 @@ def test_all_runs_are_gathered(config, capsys, monkeypatch):
     assert "score_detail" not in printed
 
 
+def test_a_grid_makes_a_method_of_every_cell(config):
+    grid = {"value": [1, 2.5], "fail": [7]}
+    assert sweep.main([config(methods=None, grid=grid, seeds=[0]), "--results", "cells.json"]) == 0
+    found = [(run["method"], run["metrics"]["score"]) for run in results.load("cells.json")["runs"]]
+    assert found == [("value=1, fail=7", 1.0), ("value=2.5, fail=7", 2.5)]
+    assert Path("out/value_2.5__fail_7/seed-0/results.json").is_file()
+    read = sweep.read_sweep(config(methods={"a": {"x": 3}, "b": {"value": 9}}, grid={"value": [1, 2]}), [], None)
+    assert read.methods == {
+        "a, value=1": {"x": 3, "value": 1},
+        "a, value=2": {"x": 3, "value": 2},
+        "b, value=1": {"value": 1},
+        "b, value=2": {"value": 2},
+    }
+
+
 def test_runs_of_an_earlier_file_are_kept(config, tmp_path):
     card = tmp_path / "card.json"
     assert sweep.main([config(seeds=[0]), "--results", str(card)]) == 0
@@ -147,6 +162,9 @@ def test_signals_end_the_children(config, sign):
         ({"seeds": None}, r"sweep\.yaml lacks seeds"),
         ({"seeds": 3}, "seeds must be a list, got 3"),
         ({"methods": {}}, "need at least one method and one seed"),
+        ({"methods": None}, r"sweep\.yaml lacks methods"),
+        ({"grid": [1]}, r"grid must be a dict, got \[1\]"),
+        ({"grid": {"value": 3}}, "grid must give a list of values for value, got 3"),
         ({"command": "none.py"}, r"command 'none\.py' is no file"),
     ],
 )

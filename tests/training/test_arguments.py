@@ -9,6 +9,7 @@ from hf_sparsecoding.training import TrainingArguments, make_accelerator
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"batch_size": -4}, "batch_size must be at least 1, got -4"),
         ({"learning_rate": 0.0}, "learning_rate must be above 0, got 0.0"),
+        ({"optimizer": "adam"}, "optimizer must be one of adamw, sgd, got 'adam'"),
         ({"schedule": "cosin"}, "schedule must be one of linear, cosine, constant, got 'cosin'"),
         ({"mixed_precision": "bf8"}, "mixed_precision must be one of no, bf16, fp16, got 'bf8'"),
         ({"steps": 5, "warmup_steps": 5}, r"warmup_steps must be below steps \(5\), got 5"),
@@ -31,6 +32,11 @@ def test_identity_leaves_out_bookkeeping():
     one = TrainingArguments(output_dir="a", checkpoint_every=1, report_to="wandb", progress=False)
     assert one.identity() == TrainingArguments(output_dir="b").identity()
     assert one.identity() != TrainingArguments(learning_rate=1e-3).identity()
+
+
+def test_identity_names_the_optimizer_only_where_it_is_another_than_before_there_was_a_choice():
+    assert "optimizer" not in TrainingArguments().identity()
+    assert TrainingArguments(optimizer="sgd").identity() == {**TrainingArguments().identity(), "optimizer": "sgd"}
 
 
 def test_unknown_and_missing_trackers_are_errors():

@@ -304,6 +304,21 @@ def test_weight_decay_leaves_out_what_is_no_matrix(tmp_path):
         assert {name for name, value in weights(model).items() if not torch.equal(value, before[name])} == moved
 
 
+def test_sgd_is_plain_gradient_descent(tmp_path):
+    options = {"optimizer": "sgd", "schedule": "constant", "warmup_steps": 0, "max_grad_norm": 0, "learning_rate": 0.1}
+    model, expected = make_model(), make_model()
+    train(model, batch, mse, arguments(tmp_path, steps=3, weight_decay=0.01, **options))
+    for step in range(3):
+        parameters = [p for p in expected.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(mse(expected, batch(8 * step, 8)), parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= 0.1 * (gradient + 0.01 * parameter)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match=r"optimizer \(checkpoint: 'sgd', now: None\)"):
+        train(make_model(), batch, mse, arguments(tmp_path, steps=3, **{**options, "optimizer": "adamw"}))
+
+
 def test_cosine_ends_at_its_share(tmp_path):
     rates = []
     options = {"schedule": "cosine", "final_learning_rate_share": 0.1, "learning_rate": 1e-2, "steps": 50}
