@@ -7,6 +7,16 @@ from importlib.metadata import version
 
 from .adapter import SparseCodingConfig, SparseCodingModel
 from .models import (
+    InductionConfig,
+    InductionForSequenceClassification,
+    LinearAttentionConfig,
+    LinearAttentionForRegression,
+    LinearAttentionModel,
+    MinimalInductionConfig,
+    MinimalInductionForSequenceClassification,
+    SparseDecoderConfig,
+    SparseDecoderForCausalLM,
+    SparseDecoderModel,
     SparseTransformerConfig,
     SparseTransformerForImageRegression,
     SparseTransformerForTokenClassification,
@@ -17,8 +27,18 @@ from .models import (
 __version__ = version("hf-sparsecoding")
 
 __all__ = [
+    "InductionConfig",
+    "InductionForSequenceClassification",
+    "LinearAttentionConfig",
+    "LinearAttentionForRegression",
+    "LinearAttentionModel",
+    "MinimalInductionConfig",
+    "MinimalInductionForSequenceClassification",
     "SparseCodingConfig",
     "SparseCodingModel",
+    "SparseDecoderConfig",
+    "SparseDecoderForCausalLM",
+    "SparseDecoderModel",
     "SparseTransformerConfig",
     "SparseTransformerForImageRegression",
     "SparseTransformerForTokenClassification",

@@ -1,5 +1,13 @@
 """Small Hugging Face models, registered with the Auto classes."""
 
+from .induction import (
+    InductionConfig,
+    InductionForSequenceClassification,
+    MinimalInductionConfig,
+    MinimalInductionForSequenceClassification,
+)
+from .linear_attention import LinearAttentionConfig, LinearAttentionForRegression, LinearAttentionModel
+from .sparse_decoder import SparseDecoderConfig, SparseDecoderForCausalLM, SparseDecoderModel
 from .sparse_transformer import (
     SparseTransformerConfig,
     SparseTransformerForImageRegression,
@@ -9,6 +17,16 @@ from .sparse_transformer import (
 
 
 __all__ = [
+    "InductionConfig",
+    "InductionForSequenceClassification",
+    "LinearAttentionConfig",
+    "LinearAttentionForRegression",
+    "LinearAttentionModel",
+    "MinimalInductionConfig",
+    "MinimalInductionForSequenceClassification",
+    "SparseDecoderConfig",
+    "SparseDecoderForCausalLM",
+    "SparseDecoderModel",
     "SparseTransformerConfig",
     "SparseTransformerForImageRegression",
     "SparseTransformerForTokenClassification",

@@ -1,0 +1,99 @@
+"""Configuration of the causal decoder with exchangeable coefficients and positions."""
+
+from transformers import PreTrainedConfig
+
+
+CHOICES = {
+    "mixer": ("softmax", "sparse_coding", "top_k"),
+    "score_norm": ("none", "keys"),
+    "positions": ("none", "learned", "rope", "relative", "alibi"),
+}
+
+
+class SparseDecoderConfig(PreTrainedConfig):
+    """A small causal pre-norm decoder (RMSNorm, GELU) for length generalisation.
+
+    Args:
+        vocab_size: Number of tokens.
+        mixer: "softmax", "sparse_coding" (`prox_xi` of the scores) or "top_k" (softmax over the k largest scores).
+        threshold: Initial xi >= 0 of "sparse_coding", in units of the scores as normalised by `score_norm`.
+        train_threshold: One learned xi per head, instead of a fixed one.
+        kept_keys: k of "top_k".
+        score_norm: "keys" divides the scores of "sparse_coding" by their root mean square over the keys that the query
+            may use, and the head's output by the square root of their number, which it grows with. "none" does not.
+        positions: "none"; "learned": a table of embeddings by position id, which may be absolute or coupled; "rope",
+            "relative" (T5's learned bias per head and bucket of distances) and "alibi" count tokens and ignore the
+            ids. Where softmax subtracts ALiBi's penalty from the scores, "sparse_coding" adds it to xi: a proximal
+            operator is signed, and a large negative score is a large coefficient.
+        max_position: Greatest position id of "learned" and of `predict_positions`.
+        predict_positions: A second head predicts the next token's position id (predictive position coupling).
+        l1_penalty: Weight of `sum_j |alpha_tj|` in the loss, a mean over heads, layers and the tokens t with a label.
+            It is constant where the coefficients come from a softmax.
+        head_dim: Size of queries, keys and values per head. None: hidden_size / num_attention_heads.
+        rope_theta: Base of the rotary frequencies.
+        relative_buckets, relative_distance: Buckets of "relative", and the distance from which all share the last one.
+    """
+
+    model_type = "sparse_decoder"
+
+    def __init__(
+        self,
+        vocab_size: int = 16,
+        mixer: str = "softmax",
+        threshold: float = 1.0,
+        train_threshold: bool = False,
+        kept_keys: int = 4,
+        score_norm: str = "keys",
+        positions: str = "learned",
+        max_position: int = 32,
+        predict_positions: bool = False,
+        l1_penalty: float = 0.0,
+        hidden_size: int = 128,
+        intermediate_size: int = 256,
+        num_hidden_layers: int = 1,
+        num_attention_heads: int = 4,
+        head_dim: int | None = None,
+        rope_theta: float = 10000.0,
+        relative_buckets: int = 32,
+        relative_distance: int = 128,
+        norm_epsilon: float = 1e-6,
+        **kwargs,
+    ):
+        self.vocab_size, self.mixer = vocab_size, mixer
+        self.threshold, self.train_threshold, self.kept_keys = threshold, train_threshold, kept_keys
+        self.score_norm, self.positions, self.max_position = score_norm, positions, max_position
+        self.predict_positions, self.l1_penalty = predict_positions, l1_penalty
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
+        self.head_dim = head_dim if head_dim is not None else hidden_size // max(1, num_attention_heads)
+        self.rope_theta = rope_theta
+        self.relative_buckets, self.relative_distance = relative_buckets, relative_distance
+        self.norm_epsilon = norm_epsilon
+        self._check()
+        super().__init__(**kwargs)
+
+    def _check(self) -> None:
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        for name in (*sizes, "head_dim", "kept_keys", "max_position"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("threshold", "l1_penalty"):
+            if not getattr(self, name) >= 0:  # nan neither
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.train_threshold and (self.mixer != "sparse_coding" or self.threshold == 0):
+            raise ValueError(
+                "train_threshold needs mixer='sparse_coding' and a threshold above 0 to start from, got "
+                f"{self.mixer!r} and {self.threshold}"
+            )
+        if self.predict_positions and self.positions != "learned":
+            raise ValueError(f"predict_positions needs positions='learned', got {self.positions!r}")
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"positions='rope' needs an even head_dim, got {self.head_dim}")
+        if self.relative_buckets < 2 or self.relative_distance <= self.relative_buckets // 2:
+            raise ValueError(
+                "relative_buckets must be at least 2 and relative_distance above half of them, got "
+                f"{self.relative_buckets} and {self.relative_distance}"
+            )

@@ -1,0 +1,208 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_sparsecoding.models import SparseDecoderConfig, SparseDecoderForCausalLM, SparseTransformerConfig
+from hf_sparsecoding.models.sparse_decoder.positions import alibi_slopes, relative_buckets, rotate
+from hf_sparsecoding.ops import reference
+
+
+MIXERS = ("softmax", "sparse_coding", "top_k")
+POSITIONS = ("none", "learned", "rope", "relative", "alibi")
+
+
+def make_model(**options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    options = {"vocab_size": 11, "max_position": 20, "threshold": 0.5, "kept_keys": 3, **sizes, **options}
+    return SparseDecoderForCausalLM(SparseDecoderConfig(**options)).eval()
+
+
+def make_batch(batch=3, length=9, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randint(11, (batch, length), generator=generator),
+        torch.randint(21, (batch, length), generator=generator),
+    )
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_is_causal_and_the_cache_changes_nothing(mixer, positions):
+    model = make_model(mixer=mixer, positions=positions, relative_buckets=6, relative_distance=8)
+    tokens, ids = make_batch()
+    with torch.no_grad():
+        if positions == "relative":
+            model.model.layers[0].attention.relative_bias.normal_()
+        whole = model(tokens, ids).logits
+        other = model(torch.cat([tokens[:, :5], (tokens[:, 5:] + 1) % 11], 1), ids).logits
+        torch.testing.assert_close(other[:, :5], whole[:, :5])
+        assert not torch.allclose(other[:, 5:], whole[:, 5:])
+        first = model(tokens[:, :4], ids[:, :4], use_cache=True)
+        second = model(tokens[:, 4:8], ids[:, 4:8], past_key_values=first.past_key_values)
+        third = model(tokens[:, 8:], ids[:, 8:], past_key_values=second.past_key_values)
+    torch.testing.assert_close(torch.cat([first.logits, second.logits, third.logits], 1), whole)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_padding_on_the_left_changes_nothing(mixer, positions):
+    model = make_model(mixer=mixer, positions=positions)
+    tokens, ids = make_batch(2, 6)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]] * 2)
+    with torch.no_grad():
+        plain = model(tokens, ids).logits
+        padded = model(
+            torch.cat([tokens[:, :3], tokens], 1), torch.cat([ids[:, :3], ids], 1), attention_mask=mask
+        ).logits
+    torch.testing.assert_close(padded[:, 3:], plain)
+
+
+@pytest.mark.parametrize("positions", ["none", "alibi"])
+def test_sparse_coefficients_are_the_formula(positions):
+    model = make_model(mixer="sparse_coding", positions=positions, num_hidden_layers=1).double()
+    tokens, _ = make_batch()
+    alpha = model(tokens, output_attentions=True).attentions[0]
+    attention = model.model.layers[0].attention
+    hidden = model.model.layers[0].input_norm(model.model.embedding(tokens))
+    query, key, _ = attention.qkv_proj(hidden).view(3, 9, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    for t in range(9):
+        scores = query[:, :, t, None] @ key[:, :, : t + 1].mT / 8**0.5
+        scores = reference.rms_normalised(scores[:, :, 0], -1, 1e-6)
+        xi = torch.full((2, t + 1), 0.5, dtype=torch.float64)
+        if positions == "alibi":
+            xi = xi + torch.tensor([2.0**-4, 2.0**-8])[:, None] * (t - torch.arange(t + 1))
+        expected = reference.coefficients("soft_threshold", scores, threshold=xi)
+        torch.testing.assert_close(alpha[:, :, t, : t + 1], expected)
+        assert (alpha[:, :, t, t + 1 :] == 0).all()
+
+
+def test_top_k_keeps_k():
+    alpha = make_model(mixer="top_k").forward(*make_batch(), output_attentions=True).attentions[0]
+    kept = (alpha > 0).sum(-1)
+    assert torch.equal(kept, torch.arange(1, 10).clamp(max=3).expand(kept.shape))
+    torch.testing.assert_close(alpha.sum(-1), torch.ones(3, 2, 9))
+
+
+def test_rotary_scores_depend_on_distances_only():
+    query, key = torch.randn(2, 8, dtype=torch.float64)
+
+    def score(t, s):
+        rotated = [rotate(v[None], torch.tensor([place]), 10000.0)[0] for v, place in ((query, t), (key, s))]
+        return rotated[0] @ rotated[1]
+
+    torch.testing.assert_close(score(9, 4), score(105, 100), rtol=1e-5, atol=1e-5)
+    assert (score(9, 4) - score(9, 5)).abs() > 1e-3
+    torch.testing.assert_close(rotate(query[None], torch.tensor([0]), 10000.0)[0], query)
+
+
+def test_relative_buckets_are_exact_nearby_and_logarithmic_further_off():
+    buckets = relative_buckets(torch.arange(-2, 300)[None], 8, 64)[0, 2:].tolist()
+    assert buckets[:5] == [0, 1, 2, 3, 4]
+    assert buckets[8] == 5 and buckets[16] == 6 and buckets[32] == 7 and buckets[299] == 7
+    assert buckets == sorted(buckets)
+
+
+def test_alibi_slopes():
+    assert alibi_slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
+
+
+def test_loss_is_that_of_both_heads_and_the_penalty():
+    model = make_model(predict_positions=True, l1_penalty=0.1, mixer="sparse_coding")
+    tokens, ids = make_batch()
+    labels, position_labels = make_batch(seed=1)
+    labels[:, :4] = position_labels[:, :4] = -100
+    output = model(tokens, ids, labels, position_labels, output_attentions=True)
+    entropy = torch.nn.functional.cross_entropy
+    expected = entropy(output.logits[:, 4:].flatten(0, 1), labels[:, 4:].flatten())
+    expected = expected + entropy(output.position_logits[:, 4:].flatten(0, 1), position_labels[:, 4:].flatten())
+    sums = torch.stack([alpha[:, :, 4:].abs().sum(-1).mean() for alpha in output.attentions]).mean()
+    torch.testing.assert_close(output.loss, expected + 0.1 * sums)
+    with pytest.raises(ValueError, match="needs position_labels beside labels"):
+        model(tokens, ids, labels)
+
+
+@pytest.mark.parametrize("options", [{"mixer": m, "positions": p} for m in MIXERS for p in POSITIONS])
+def test_every_parameter_gets_a_gradient(options):
+    learned = options["positions"] == "learned"
+    trained = options["mixer"] == "sparse_coding"
+    model = make_model(**options, predict_positions=learned, train_threshold=trained)
+    tokens, ids = make_batch()
+    model(tokens, ids, *make_batch(seed=1)).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("options", [{}, {"predict_positions": True}, {"positions": "rope"}])
+def test_greedy_decoding_equals_the_forward_pass_token_by_token(options):
+    model = make_model(**options)
+    learned = "positions" not in options
+    tokens, ids = make_batch(2, 4)
+    decoded = model.greedy(tokens, ids if learned else None, max_new_tokens=5)
+    for step in range(5):
+        output = model(tokens, ids if learned else None)
+        chosen = output.logits[:, -1:].argmax(-1)
+        following = ids[:, -1:] + 1
+        if options.get("predict_positions"):
+            following = output.position_logits[:, -1:].argmax(-1)
+        assert torch.equal(decoded.tokens[:, step : step + 1], chosen)
+        if learned:
+            assert torch.equal(decoded.position_ids[:, step : step + 1], following.clamp(max=20))
+        tokens, ids = torch.cat([tokens, chosen], 1), torch.cat([ids, following.clamp(max=20)], 1)
+
+
+def test_greedy_decoding_takes_given_ids_and_stops_at_the_end():
+    model = make_model(predict_positions=True)
+    tokens, ids = make_batch(2, 4)
+    given = make_batch(2, 6, seed=3)[1]
+    assert torch.equal(model.greedy(tokens, ids, 6, given_position_ids=given).position_ids, given)
+    with torch.no_grad():
+        model.head.weight[:, :] = 0
+    # all logits are equal: token 0 is the first of the largest
+    assert model.greedy(tokens, ids, 6, eos_token_id=0).tokens.shape == (2, 1)
+    assert model.greedy(tokens, ids, 6, eos_token_id=1).tokens.shape == (2, 6)
+
+
+def test_learned_thresholds_start_as_configured():
+    model = make_model(mixer="sparse_coding", train_threshold=True, threshold=0.7)
+    torch.testing.assert_close(model.model.layers[0].attention.threshold(), torch.full((2, 1, 1), 0.7))
+
+
+def test_saves_and_loads_through_the_auto_class(tmp_path):
+    model = make_model(mixer="sparse_coding", positions="relative")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, SparseDecoderForCausalLM)
+    torch.testing.assert_close(loaded(*make_batch()).logits, model(*make_batch()).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixer": "hyla"}, "mixer must be one of softmax, sparse_coding, top_k, got 'hyla'"),
+        ({"positions": "coupled"}, "positions must be one of none, learned, rope, relative, alibi, got 'coupled'"),
+        ({"threshold": -1}, "threshold must be at least 0, got -1"),
+        ({"l1_penalty": float("nan")}, "l1_penalty must be at least 0, got nan"),
+        ({"kept_keys": 0}, "kept_keys must be at least 1, got 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"train_threshold": True}, "train_threshold needs mixer='sparse_coding'"),
+        ({"predict_positions": True, "positions": "rope"}, "predict_positions needs positions='learned', got 'rope'"),
+        ({"positions": "rope", "head_dim": 3}, "needs an even head_dim, got 3"),
+        ({"relative_distance": 16}, "relative_distance above half of them, got 32 and 16"),
+    ],
+)
+def test_configurations_that_cannot_work(options, message):
+    with pytest.raises(ValueError, match=message):
+        SparseDecoderConfig(**options)
+
+
+def test_inputs_that_do_not_fit():
+    model = make_model()
+    tokens, ids = make_batch()
+    with pytest.raises(ValueError, match=r"needs position_ids of shape \(3, 9\), got None"):
+        model(tokens)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[3, 9\], with the 0 tokens in the cache"):
+        model(tokens, ids, attention_mask=torch.ones(3, 5))
+    with pytest.raises(ValueError, match=r"labels must have shape \(3, 9\), got \(3, 8\)"):
+        model(tokens, ids, labels=tokens[:, 1:])
+    assert SparseTransformerConfig.model_type != SparseDecoderConfig.model_type
