@@ -6,7 +6,20 @@
     python scripts/plot.py predictions outputs/raven/softmax outputs/raven/hyla --problems 4 --output predictions.png
 
 The first two read results.json files only. The others load models from the folders that scripts/train_synthetic.py
-wrote, with results.json, and draw problems of their task. The same input gives the same file.
+wrote, with results.json, and draw problems of their task. For in-context classification, of files and of a folder of
+scripts/train_in_context.py:
+
+    python scripts/plot.py settings outputs/in_context_map/results.json --x classes --y burstiness --output map.png
+    python scripts/plot.py history outputs/in_context/results.json --output history.png
+    python scripts/plot.py attention outputs/in_context --step 1000 4000 --output attention.png
+    python scripts/plot.py nested_logits --pairs 4 --labels 16 --steps 600 --output landscape.png
+
+For length generalisation and ridge regression, of files:
+
+    python scripts/plot.py lengths outputs/lengths/results.json --method "addition, predicted, softmax" --output a.png
+    python scripts/plot.py losses outputs/ridge/results.json --output losses.png
+
+The same input gives the same file.
 """
 
 from __future__ import annotations
@@ -15,7 +28,7 @@ import argparse
 import math
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +36,14 @@ from jaxtyping import Float
 
 from hf_sparsecoding.evaluation import predictions
 from hf_sparsecoding.evaluation.predictions import Pictures, TrainedModel
-from hf_sparsecoding.reports import curves
+from hf_sparsecoding.evaluation.progress_measures import attention_snapshots
+from hf_sparsecoding.models.induction.nested_logits import descend, nested_logits
+from hf_sparsecoding.reports import curves, in_context, lengths, ridge
 from hf_sparsecoding.reports.plots import AFTER, new_figure, require_matplotlib, save_figure
 
 
 LINES = "#333333"
+HISTORY = (["iw", "ic", "ic2"], ["cla", "ila1", "tila2", "tla2"], ["loss"])  # panels unless --metrics says others
 
 
 def choose(name: str, wanted: Sequence[int] | None, count: int) -> list[int]:
@@ -174,6 +190,44 @@ def draw(arguments: argparse.Namespace) -> Path:
     return draw_predictions(drawn, titles(models), arguments.output)
 
 
+def settings(arguments: argparse.Namespace) -> Path:
+    runs = curves.read_runs(arguments.results, arguments.method)
+    if arguments.y is None:
+        return in_context.setting_picture(runs, arguments.x, arguments.metrics, arguments.output)
+    return in_context.map_picture(runs, arguments.x, arguments.y, arguments.metrics, arguments.output)
+
+
+def history(arguments: argparse.Namespace) -> Path:
+    runs = curves.read_runs(arguments.results, arguments.method)
+    return in_context.history_picture(runs, arguments.metrics or HISTORY, arguments.output)
+
+
+def attention(arguments: argparse.Namespace) -> Path:
+    snapshots, texts = attention_snapshots(arguments.folder, arguments.step, arguments.sequence, arguments.split)
+    return in_context.attention_picture(snapshots, texts, arguments.output)
+
+
+def landscape(arguments: argparse.Namespace) -> Path:
+    pairs, labels = arguments.pairs, arguments.labels
+    descent = descend([pairs], [labels], arguments.steps)
+    path = descent.parameters[:, :, 0]
+    low, high = path[:, 1:].min(0) - 1, path[:, 1:].max(0) + 1
+    b1, a = np.linspace(low, high, 120).T
+    heights, _ = nested_logits(np.stack(np.broadcast_arrays(path[-1, 0], b1, a[:, None])), pairs, labels)
+    title = f"nested logits, {pairs} pairs and {labels} labels"
+    return in_context.landscape_picture(descent.losses[:, 0], path, (b1, a, heights), title, arguments.output)
+
+
+def against_length(arguments: argparse.Namespace) -> Path:
+    runs = curves.read_runs(arguments.results, arguments.method)
+    return lengths.length_picture(runs, arguments.metric, arguments.output)
+
+
+def losses(arguments: argparse.Namespace) -> Path:
+    runs = curves.read_runs(arguments.results, arguments.method)
+    return ridge.loss_picture(runs, arguments.metric, arguments.output)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -188,8 +242,13 @@ def make_parser() -> argparse.ArgumentParser:
     runs.add_argument("results", nargs="+", help="results.json files")
     thresholds = command("sparsity", sparsity, "zero coefficients per layer, and a metric, against the threshold")
     thresholds.add_argument("results", help="results.json file")
-    for made in (runs, thresholds):
-        made.add_argument("--metric", default="ood_accuracy", help="name in the results; default: ood_accuracy")
+    far = command("lengths", against_length, "a metric against the length of the problems, one line per method")
+    known = command("losses", losses, "losses against training samples, known solutions as dashed lines")
+    for made in (far, known):
+        made.add_argument("results", nargs="+", help="results.json files")
+    metrics = ((runs, "ood_accuracy"), (thresholds, "ood_accuracy"), (far, "exact_match"), (known, "test_loss"))
+    for made, metric in metrics:
+        made.add_argument("--metric", default=metric, help=f"name in the results; default: {metric}")
         made.add_argument("--method", nargs="+", default=[], metavar="NAME", help="only these methods")
     maps = command("coefficients", coefficients, "maps of the coefficients of one problem, after transfer")
     maps.add_argument("folder", help="model folder of scripts/train_synthetic.py")
@@ -200,10 +259,33 @@ def make_parser() -> argparse.ArgumentParser:
     images = command("predictions", draw, "problems of an image task, the truth and what models draw")
     images.add_argument("folders", nargs="+", help="model folders of scripts/train_synthetic.py")
     images.add_argument("--problems", type=int, default=4, help="how many problems; default: 4")
+    add_in_context(command)
     for made in (maps, images):
         made.add_argument("--split", default="test", help="split of the task; default: test")
         made.add_argument("--seed", type=int, default=0, help="seed of the problems; default: 0")
     return parser
+
+
+def add_in_context(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """The sub-commands for in-context classification."""
+    cells = command("settings", settings, "accuracies at the end of training over one setting, or a map over two")
+    cells.add_argument("--x", required=True, metavar="SETTING", help="name of a number in the settings of the runs")
+    cells.add_argument("--y", metavar="SETTING", help="a second one")
+    cells.add_argument("--metrics", nargs="+", default=["ic", "iw"], metavar="NAME", help="default: ic iw")
+    course = command("history", history, "metrics in the course of training, a row of panels per method")
+    course.add_argument("--metrics", nargs="+", action="append", metavar="NAME", help="a panel; may be repeated")
+    for made in (cells, course):
+        made.add_argument("results", nargs="+", help="results.json files")
+        made.add_argument("--method", nargs="+", default=[], metavar="NAME", help="only these methods")
+    maps = command("attention", attention, "attention of both layers at some steps of training, from checkpoints")
+    maps.add_argument("folder", help="folder of scripts/train_in_context.py")
+    maps.add_argument("--step", type=int, nargs="+", required=True, help="steps with a checkpoint")
+    maps.add_argument("--sequence", type=int, nargs="+", default=[0, 1], help="numbers of sequences; default: 0 1")
+    maps.add_argument("--split", default="ic", help="split of the sequences; default: ic")
+    logits = command("nested_logits", landscape, "loss and parameters of nested logits along gradient descent")
+    logits.add_argument("--pairs", type=int, default=4, help="N; default: 4")
+    logits.add_argument("--labels", type=int, default=16, help="L; default: 16")
+    logits.add_argument("--steps", type=int, default=600, help="steps of gradient descent; default: 600")
 
 
 def main(argv: list[str] | None = None) -> int:

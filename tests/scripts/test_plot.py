@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from hf_sparsecoding.evaluation.predictions import Pictures
+from hf_sparsecoding.models.induction.nested_logits import nested_logits
 from hf_sparsecoding.reports import results
 from hf_sparsecoding.training.synthetic import TASKS, make_model
-from scripts import plot
+from scripts import plot, train_in_context
 from scripts.plot import choose, coefficient_maps, decibels, draw_coefficients, draw_predictions, main, mosaic
 
 
@@ -153,6 +154,86 @@ def test_curves_of_files(tmp_path, monkeypatch, command, drawn):
     assert (metric, path) == ("ood_accuracy", "x.png")
 
 
+def in_context_run(classes: int, burstiness: int = 1) -> dict:
+    settings = {"classes": classes, "burstiness": burstiness}
+    metrics = {"ic": 0.5, "iw": 0.25}
+    history = [{"step": step, **metrics, "ic2": 0.5, "loss": 1.0, "extra": 2.0} for step in (10, 20)]
+    run = {"method": f"K={classes}", "seed": 0, "trainable_parameters": 1, "samples": 10}
+    return {**run, "settings": settings, "metrics": metrics, "history": history}
+
+
+@pytest.mark.parametrize(
+    ("command", "drawer", "expected"),
+    [
+        (["settings", "x.json", "--x", "classes"], "setting_picture", ("classes", ["ic", "iw"])),
+        (
+            ["settings", "x.json", "--x", "classes", "--y", "burstiness", "--metrics", "iw"],
+            "map_picture",
+            ("classes", "burstiness", ["iw"]),
+        ),
+        (["history", "x.json"], "history_picture", (plot.HISTORY,)),
+        (
+            ["history", "x.json", "--metrics", "ic", "--metrics", "loss", "extra"],
+            "history_picture",
+            ([["ic"], ["loss", "extra"]],),
+        ),
+    ],
+)
+def test_pictures_of_in_context_classification(tmp_path, monkeypatch, command, drawer, expected):
+    monkeypatch.chdir(tmp_path)
+    runs = [in_context_run(8), in_context_run(16)]
+    results.write("x.json", results.new("toy", runs))
+    calls = []
+    monkeypatch.setattr(plot.in_context, drawer, lambda *arguments: calls.append(arguments))
+    main([*command, "--method", "K=16", "--output", "x.png"])
+    assert calls == [([runs[1]], *expected, "x.png")]
+
+
+def test_attention_of_a_training_run(tmp_path, capsys):
+    folder = tmp_path / "run"
+    sizes = {"classes": 4, "labels": 4, "pairs": 2, "max_pairs": 2, "content_size": 4, "head_dim": 4}
+    training = {"steps": 4, "batch_size": 4, "warmup_steps": 0, "checkpoint_every": 2, "eval_items": 4}
+    options = {**sizes, **training, "output_dir": folder, "progress": False}
+    train_in_context.main([str(part) for name, value in options.items() for part in (f"--{name}", value)])
+    for name in ("1.png", "2.png"):
+        main(["attention", str(folder), "--step", "2", "4", "--output", str(tmp_path / name)])
+        assert f"wrote {tmp_path / name}" in capsys.readouterr().out
+    assert (tmp_path / "1.png").read_bytes() == (tmp_path / "2.png").read_bytes()
+    with pytest.raises(SystemExit):
+        main(["attention", str(folder), "--step", "3", "--output", str(tmp_path / "3.png")])
+    assert "step-00000003 cannot be used" in capsys.readouterr().err
+
+
+def test_nested_logits(monkeypatch):
+    calls = []
+    monkeypatch.setattr(plot.in_context, "landscape_picture", lambda *arguments: calls.append(arguments))
+    main(["nested_logits", "--pairs", "8", "--labels", "32", "--steps", "50", "--output", "x.png"])
+    ((losses, parameters, (b1, a, heights), title, path),) = calls
+    assert losses.shape == (51,)
+    assert losses[0] == pytest.approx(np.log(32), abs=0.01)
+    assert title == "nested logits, 8 pairs and 32 labels"
+    assert path == "x.png"
+    # the plane is that of the last xi
+    expected, _ = nested_logits(np.array([parameters[-1, 0], b1[5], a[90]]), 8, 32)
+    assert heights[90, 5] == pytest.approx(expected)
+    assert b1[0] < parameters[:, 1].min() < parameters[:, 1].max() < b1[-1]
+    assert a[0] < parameters[:, 2].min() < parameters[:, 2].max() < a[-1]
+
+
+@pytest.mark.parametrize(
+    ("command", "run"),
+    [
+        ("lengths", {"settings": {"train_lengths": [1, 6]}, "metrics": {"exact_match_6": 1.0, "exact_match_12": 0.5}}),
+        ("losses", {"settings": {}, "metrics": {"test_loss": 0.5}}),
+    ],
+)
+def test_pictures_of_lengths_and_losses(tmp_path, command, run):
+    run = {"method": "prox", "seed": 0, "trainable_parameters": 1, "samples": 10, **run}
+    results.write(tmp_path / results.FILE, results.new("toy", [run]))
+    assert main([command, str(tmp_path / results.FILE), "--output", str(tmp_path / "picture.png")]) == 0
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
 def test_methods_that_occur_twice_are_told_apart_by_seed(tmp_path, monkeypatch):
     folders = [saved(tmp_path / str(seed), seed=seed, pairs=1, cells=2) for seed in (0, 1)]
     folders.append(saved(tmp_path / "other", method="softmax", pairs=1, cells=2))
@@ -176,6 +257,10 @@ def test_methods_that_occur_twice_are_told_apart_by_seed(tmp_path, monkeypatch):
         (["coefficients", "{folder}", "--head", "7", "--output", "x.png"], "--head must be between 0 and 1"),
         (["predictions", "{folder}", "--output", "x.png"], "task s_raven has no pictures"),
         (["predictions", "{folder}/no", "--output", "x.png"], "no results.json in"),
+        (["history", "{folder}/results.json", "--output", "x.png"], "no run has the metric 'iw'"),
+        (["settings", "{folder}/results.json", "--x", "width", "--output", "x.png"], "hold no number 'width'"),
+        (["attention", "{folder}", "--step", "1", "--output", "x.png"], "holds no run of in-context classification"),
+        (["nested_logits", "--pairs", "8", "--labels", "4", "--output", "x.png"], "labels >= pairs, got [8] and [4]"),
         (["samples", "{folder}/results.json"], "required: --output"),
     ],
 )

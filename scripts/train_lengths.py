@@ -1,0 +1,235 @@
+"""Train a small decoder on short problems and evaluate it on long ones.
+
+    python scripts/train_lengths.py --config scripts/configs/length_generalization/addition.yaml --positions predicted
+    python scripts/train_lengths.py --task planted --task_options '{"k": 4}' --positions none --mixer top_k
+
+--positions says what the decoder knows about places:
+
+    none        nothing
+    rope, relative, alibi       distances, counted in tokens
+    absolute    embeddings of s, s + 1, ... with a random start s
+    coupled     embeddings of the task's coupled ids, which are given for the response too (an oracle)
+    predicted   the same, but the ids of the response are predicted by a second head (predictive position coupling)
+
+Started again after an interruption, it goes on from its newest checkpoint. Several processes: `accelerate launch`.
+--output_dir receives the model (as `save_pretrained` writes it) and results.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from hf_sparsecoding.evaluation.lengths import evaluate_length
+from hf_sparsecoding.models import SparseDecoderConfig, SparseDecoderForCausalLM
+from hf_sparsecoding.reports import results, tables
+from hf_sparsecoding.tasks import length_generalization as tasks
+from hf_sparsecoding.training import TrainingArguments, TrainingResult, make_accelerator, train
+from hf_sparsecoding.training.command_line import near_match, parse
+
+
+TASKS = {
+    "addition": tasks.Addition,
+    "multiplication": tasks.Multiplication,
+    "reversal": tasks.Reversal,
+    "copy": tasks.Copy,
+    "pattern_matching": tasks.PatternMatching,
+    "parity": tasks.ScratchpadParity,
+    "planted": tasks.PlantedCorrelations,
+}
+# name -> (positions of the decoder, ids of the task)
+POSITIONS = {
+    **{name: (name, "coupled") for name in ("none", "rope", "relative", "alibi")},
+    "absolute": ("learned", "absolute"),
+    "coupled": ("learned", "coupled"),
+    "predicted": ("learned", "coupled"),
+}
+MULTIPLES = (2, 3, 4, 8, 16)  # of the longest training length that get a metric of their own
+
+
+@dataclass(frozen=True)
+class LengthArguments:
+    """The task, and what is measured on it."""
+
+    task: str = field(default="addition", metadata={"help": ", ".join(TASKS)})
+    task_options: str = field(default="{}", metadata={"help": "options of the task as JSON text"})
+    positions: str = field(default="predicted", metadata={"help": ", ".join(POSITIONS)})
+    eval_items: int = field(default=1024, metadata={"help": "problems per length to evaluate on"})
+    eval_batch_size: int = field(default=256, metadata={"help": "problems that are decoded together"})
+    eval_seed: int = field(default=0, metadata={"help": "seed of the evaluation problems, the same for every --seed"})
+    method: str = field(default="", metadata={"help": "name in the results; default: task, positions and mixer"})
+    experiment: str = field(default="length-generalization", metadata={"help": "name of the experiment"})
+
+    def __post_init__(self):
+        if self.task not in TASKS:
+            raise ValueError(f"unknown task {self.task!r}{near_match(self.task, list(TASKS))}")
+        if self.positions not in POSITIONS:
+            raise ValueError(f"unknown positions {self.positions!r}{near_match(self.positions, list(POSITIONS))}")
+        for name in ("eval_items", "eval_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.eval_seed < 0:
+            raise ValueError(f"eval_seed must be at least 0, got {self.eval_seed}")
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """Fields of SparseDecoderConfig; those that the task and --positions decide are left out."""
+
+    mixer: str = field(default="softmax", metadata={"help": "softmax, sparse_coding, top_k"})
+    threshold: float = field(default=1.0, metadata={"help": "initial xi of sparse_coding"})
+    train_threshold: bool = field(default=False, metadata={"help": "learn xi, one per head"})
+    kept_keys: int = field(default=4, metadata={"help": "keys that top_k keeps"})
+    score_norm: str = field(default="keys", metadata={"help": "of sparse_coding: keys, none"})
+    l1_penalty: float = field(default=0.0, metadata={"help": "weight of the coefficients' absolute sum in the loss"})
+    hidden_size: int = field(default=128, metadata={"help": "width"})
+    intermediate_size: int = field(default=256, metadata={"help": "width of the MLP"})
+    num_hidden_layers: int = field(default=1, metadata={"help": "layers"})
+    num_attention_heads: int = field(default=4, metadata={"help": "heads"})
+
+
+def make_task(arguments: LengthArguments) -> tasks.SequenceTask:
+    kind = TASKS[arguments.task]
+    try:
+        options = json.loads(arguments.task_options)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"task_options is not JSON ({error.msg}): {arguments.task_options}") from error
+    known = [option.name for option in fields(kind) if option.name != "positions"]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"task {arguments.task} has no option {name!r}{near_match(name, known)}")
+    return kind(**options, positions=POSITIONS[arguments.positions][1])
+
+
+def make_model(
+    task: tasks.SequenceTask, arguments: LengthArguments, model_arguments: ModelArguments
+) -> SparseDecoderForCausalLM:
+    config = SparseDecoderConfig(
+        **asdict(model_arguments),
+        vocab_size=len(task.vocabulary),
+        max_position=task.max_position,
+        positions=POSITIONS[arguments.positions][0],
+        predict_positions=arguments.positions == "predicted",
+        bos_token_id=tasks.BOS,
+        eos_token_id=tasks.EOS,
+        pad_token_id=tasks.PAD,
+    )
+    return SparseDecoderForCausalLM(config)
+
+
+def sequences(task: tasks.SequenceTask, seed: int, learned: bool, start: int, count: int) -> dict[str, torch.Tensor]:
+    """Examples start .. start + count - 1 of training, as the model takes them."""
+    arrays = task.examples(start, count, "train", seed)
+    names = {"inputs": "input_ids", "labels": "labels", "position_labels": "position_labels"}
+    names |= {"position_ids": "position_ids"} if learned else {}
+    return {names[name]: torch.from_numpy(array) for name, array in arrays.items() if name in names}
+
+
+def summed_loss(model: torch.nn.Module, batch: dict, expected: float) -> torch.Tensor:
+    """Sum over the tokens of a problem, mean over problems, in units of a problem of expected size.
+
+    The mean over tokens, whose number differs from batch to batch, would not be the same for several processes.
+    """
+    tokens = (batch["labels"] != tasks.IGNORED).sum()
+    return model(**batch).loss * tokens / (len(batch["labels"]) * expected)
+
+
+def tokens_per_problem(task: tasks.SequenceTask, seed: int) -> float:
+    """Mean number of tokens with a label, over the first problems of training."""
+    return float((task.examples(0, 1024, "train", seed)["labels"] != tasks.IGNORED).sum(1).mean())
+
+
+def evaluate(
+    model: SparseDecoderForCausalLM,
+    task: tasks.SequenceTask,
+    arguments: LengthArguments,
+    accelerator: Accelerator,
+) -> dict[str, float]:
+    """Metrics by length: of the longest in training and of `test_lengths`; those at 2 x the longest are also `_2x`."""
+    metrics, longest = {}, task.train_lengths[1]
+    for length in sorted({longest, *task.test_lengths}):
+        measured = evaluate_length(
+            model,
+            task,
+            length,
+            accelerator,
+            items=arguments.eval_items,
+            batch_size=arguments.eval_batch_size,
+            seed=arguments.eval_seed,
+            oracle=arguments.positions == "coupled",
+        )
+        metrics |= {f"{name}_{length}": value for name, value in measured.items()}
+        if length % longest == 0 and length // longest in MULTIPLES:
+            metrics |= {f"{name}_{length // longest}x": value for name, value in measured.items()}
+    return metrics
+
+
+def run(arguments: LengthArguments, model_arguments: ModelArguments, training: TrainingArguments) -> dict:
+    """Train and measure; the run as results.json holds it."""
+    task = make_task(arguments)
+    accelerator = make_accelerator(training)
+    set_seed(training.seed)
+    model = make_model(task, arguments, model_arguments).to(accelerator.device)
+    measure = partial(evaluate, task=task, arguments=arguments, accelerator=accelerator)
+    settings = {**asdict(arguments), **asdict(model_arguments), **training.identity()}
+    for name in ("method", "experiment"):
+        del settings[name]
+    # a finished run may be measured again with other evaluations
+    identity = {name: value for name, value in settings.items() if not name.startswith("eval")}
+    history = train(
+        model,
+        partial(sequences, task, training.seed, model.config.positions == "learned"),
+        partial(summed_loss, expected=tokens_per_problem(task, training.seed)),
+        training,
+        accelerator=accelerator,
+        settings=identity,
+        evaluate=measure,
+    )
+    metrics = measure(model)
+    settings |= {"num_processes": accelerator.num_processes, "train_lengths": list(task.train_lengths)}
+    made = make_run(model, history, settings, metrics)
+    made["method"] = arguments.method or f"{arguments.task}, {arguments.positions}, {model_arguments.mixer}"
+    if accelerator.is_main_process:
+        save(model, made, arguments.experiment, Path(training.output_dir), accelerator.device)
+    accelerator.log(metrics, step=training.steps)
+    accelerator.end_training()
+    return made
+
+
+def make_run(model: SparseDecoderForCausalLM, history: TrainingResult, settings: dict, metrics: dict) -> dict:
+    batch_size, last = settings["batch_size"], history.losses[-100:]
+    return {
+        "method": "",
+        "seed": settings["seed"],
+        "trainable_parameters": model.num_parameters(only_trainable=True),
+        "samples": settings["steps"] * batch_size,
+        "settings": settings,
+        "metrics": {**metrics, "train_loss": sum(last) / len(last), "step_seconds": history.step_seconds},
+        "history": [{"samples": entry["step"] * batch_size, **entry} for entry in history.evaluations],
+    }
+
+
+def save(model: SparseDecoderForCausalLM, made: dict, experiment: str, output: Path, device: torch.device) -> None:
+    model.save_pretrained(output)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    results.write(output / results.FILE, results.new(experiment, [made], device=name))
+    rows = [[name, tables.number(value)] for name, value in made["metrics"].items()]
+    print(tables.table(["metric", made["method"]], rows))
+    print(f"wrote the model and {output / results.FILE}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    run(*parse([LengthArguments, ModelArguments, TrainingArguments], argv, __doc__))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
