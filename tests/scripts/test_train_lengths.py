@@ -1,6 +1,7 @@
 """Training on short problems: results, resuming, processes, what is refused."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from hf_sparsecoding.reports import results
 from hf_sparsecoding.tasks.length_generalization import IGNORED
-from scripts import train_lengths
+from hf_sparsecoding.training import TrainingArguments
+from hf_sparsecoding.training.command_line import parse
+from scripts import sweep, train_lengths
 from scripts.train_lengths import POSITIONS, TASKS, LengthArguments, ModelArguments, make_model, make_task, sequences
 
 
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+CONFIGS = Path("scripts/configs/length_generalization")
 OPTIONS = {"train_lengths": [1, 3], "test_lengths": [4, 6], "max_position": 40}
 
 
@@ -122,6 +126,19 @@ def test_learns_to_add_single_digits(tmp_path):
         )
     )
     assert run_of(tmp_path)["metrics"]["exact_match_1"] > 0.3
+
+
+def test_published_configs_give_models():
+    jobs = sweep.make_jobs(sweep.read_sweep(str(CONFIGS / "sweep.yaml"), [], None))
+    commands = [job.command[1:] for job in jobs] + [["--config", str(CONFIGS / "addition.yaml")]]
+    sizes = {}
+    for command in commands:
+        arguments, model_arguments, _ = parse([LengthArguments, ModelArguments, TrainingArguments], command, "")
+        model = make_model(make_task(arguments), arguments, model_arguments)
+        sizes.setdefault((arguments.task, arguments.positions, model.config.num_hidden_layers), set()).add(
+            model.num_parameters()
+        )
+    assert all(len(found) == 1 for found in sizes.values()), "mixers of one table have equal parameters"
 
 
 @pytest.mark.parametrize(
