@@ -39,7 +39,7 @@ def with_spread(values: Sequence[float]) -> str:
     if not values:
         return MISSING
     mean, spread = mean_and_spread(list(values))
-    return number(mean) if spread is None else f"{number(mean)} ± {number(spread)}"
+    return number(values[0]) if spread is None else f"{number(mean)} ± {number(spread)}"
 
 
 def with_interval(share: float, n: int) -> str:

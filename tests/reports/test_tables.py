@@ -19,6 +19,7 @@ def test_numbers():
         "1.23e+04",
     ]
     assert number(12345) == "12,345"
+    assert with_spread([12345]) == "12,345"
     assert with_spread([0.5]) == "0.500"
     assert with_spread([]) == "-"
     assert with_interval(0.5, 100) == "0.500 [0.404, 0.596]"
