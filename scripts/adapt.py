@@ -23,7 +23,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +45,7 @@ from hf_sparsecoding.training import (
     train,
 )
 from hf_sparsecoding.training.accuracy import PREFIXES, Accuracy, Split, evaluate
-from hf_sparsecoding.training.command_line import near_match, parse, to_flags
+from hf_sparsecoding.training.command_line import near_match, parse, read_options, to_flags
 from hf_sparsecoding.training.completions import collate, completion_loss, encode, pad_token_id
 from hf_sparsecoding.training.pretrained import (
     DTYPES,
@@ -55,6 +55,7 @@ from hf_sparsecoding.training.pretrained import (
     longest_input,
     read_adapter_config,
 )
+from hf_sparsecoding.training.runs import device_name
 
 
 TASKS = {"s_raven_text": SRavenText}
@@ -107,16 +108,8 @@ class AdaptArguments:
 
 
 def make_task(arguments: AdaptArguments):
-    try:
-        options = json.loads(arguments.task_options)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"task_options is not JSON ({error.msg}): {arguments.task_options}") from error
     kind = TASKS[arguments.task]
-    known = [option.name for option in fields(kind)]
-    for name in options:
-        if name not in known:
-            raise ValueError(f"task {arguments.task} has no option {name!r}{near_match(name, known)}")
-    return kind(**options)
+    return kind(**read_options(kind, arguments.task, arguments.task_options))
 
 
 def read_data(arguments: AdaptArguments, training: TrainingArguments) -> dict[str, list[dict]]:
@@ -269,8 +262,7 @@ def make_run(model: PeftModel, history: TrainingResult, settings: dict, metrics:
 def save(model: PeftModel, run: dict, arguments: AdaptArguments, output: Path, device: torch.device) -> None:
     """The adapter, results.json and the pictures."""
     model.save_pretrained(output)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    results.write(output / results.FILE, results.new(arguments.experiment, [run], device=name))
+    results.write(output / results.FILE, results.new(arguments.experiment, [run], device=device_name(device)))
     print(f"wrote the adapter and {output / results.FILE}")
     if arguments.plots:
         print(f"wrote {plots.accuracy_per_rule(run, output / 'accuracy_per_rule.png')}")

@@ -43,6 +43,7 @@ from hf_sparsecoding.tasks import commonsense as tasks
 from hf_sparsecoding.training import checkpoints
 from hf_sparsecoding.training.command_line import near_match, parse
 from hf_sparsecoding.training.pretrained import DTYPES, base_model_of, load_model, load_tokenizer
+from hf_sparsecoding.training.runs import device_name
 
 
 BASE = "base"
@@ -253,8 +254,7 @@ def evaluate(arguments: EvaluateArguments) -> dict:
             results.write_text(path, json.dumps({"settings": settings, "answers": found}, indent=1))
     runs = [make_run(arguments, model, candidate, answers, questions) for candidate in candidates]
     device = accelerator.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    found = results.new(arguments.experiment, runs, device=name)
+    found = results.new(arguments.experiment, runs, device=device_name(device))
     if accelerator.is_main_process:
         report(found, arguments)
     accelerator.end_training()

@@ -31,15 +31,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from accelerate import PartialState
-from datasets import Dataset, concatenate_datasets
 from peft import get_peft_model
-from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers import (
-    DataCollatorWithFlattening,
-    PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -51,14 +45,14 @@ from hf_sparsecoding.reports import results
 from hf_sparsecoding.tasks import commonsense
 from hf_sparsecoding.training import checkpoints
 from hf_sparsecoding.training.command_line import parse
-from hf_sparsecoding.training.completions import Completion, encode, pad_token_id, selects_positions
+from hf_sparsecoding.training.completions import pad_token_id, selects_positions
 from hf_sparsecoding.training.pretrained import DTYPES, load_model, load_tokenizer, read_adapter_config
+from hf_sparsecoding.training.responses import Collator, encode_records
+from hf_sparsecoding.training.runs import device_name
 
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100  # label of a position that counts for nothing
-ENCODED_AT_ONCE = 1000
 # what a result depends on, of transformers' arguments; the batch size is told over all processes
 DECISIVE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "num_train_epochs")
 DECISIVE += ("max_steps", "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -175,75 +169,6 @@ def count_duplicates(arguments: FineTuneArguments, records: list[dict]) -> dict[
         else:
             counts |= commonsense.train_test_duplicates(records, test)
     return counts
-
-
-def encode_records(
-    tokenizer: PreTrainedTokenizerBase, records: list[dict], max_length: int, progress: bool = False
-) -> tuple[Dataset, int]:
-    """(input_ids and labels of every record, how many were longer than `max_length`).
-
-    Responses end with the end-of-text token and are never cut.
-    """
-    parts, longer = [], 0
-    for start in tqdm(range(0, len(records), ENCODED_AT_ONCE), disable=not progress, desc="encoding", leave=False):
-        some = records[start : start + ENCODED_AT_ONCE]
-        examples = encode(tokenizer, [r["prompt"] for r in some], [r["completion"] for r in some], append_eos=True)
-        longer += sum(len(example) > max_length for example in examples)
-        examples = [shorten(example, max_length, tokenizer.bos_token_id) for example in examples]
-        parts.append(
-            Dataset.from_dict(
-                {
-                    "input_ids": [example.prompt + example.completion for example in examples],
-                    "labels": [(IGNORED,) * len(example.prompt) + example.completion for example in examples],
-                }
-            )
-        )
-    return concatenate_datasets(parts), longer
-
-
-def shorten(example: Completion, max_length: int, begin: int | None) -> Completion:
-    """The example in at most `max_length` tokens: its prompt loses tokens on the left, except `begin`."""
-    if len(example) <= max_length:
-        return example
-    first = example.prompt[:1] if example.prompt[0] == begin else ()
-    room = max_length - len(first) - len(example.completion)
-    if room < 1:
-        raise ValueError(
-            f"max_length must leave room for a prompt beside a response of {len(example.completion)} tokens, got "
-            f"{max_length}"
-        )
-    return Completion(first + example.prompt[-room:], example.completion)
-
-
-class Collator:
-    """Batches of B records: padded on the right to [B, T], or with `packing` end to end [1, T] with position_ids.
-
-    With `select`, only the N positions that predict a response go through the language-model head: the batch says
-    which ("logits_to_keep", of the tokens' shape) and what they predict ("shift_labels" [N]).
-    """
-
-    def __init__(self, pad: int, packing: bool, select: bool):
-        self.pad, self.select = pad, select
-        self.flatten = DataCollatorWithFlattening() if packing else None
-
-    def __call__(self, features: list[dict]) -> dict[str, torch.Tensor]:
-        batch = self.flatten(features) if self.flatten else self.padded(features)
-        if self.select:
-            targets = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
-            batch["logits_to_keep"] = targets != IGNORED
-            batch["shift_labels"] = targets[batch["logits_to_keep"]]
-        return batch
-
-    def padded(self, features: list[dict]) -> dict[str, torch.Tensor]:
-        def column(rows: list, value: int) -> torch.Tensor:
-            return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
-
-        ids = [feature["input_ids"] for feature in features]
-        return {
-            "input_ids": column(ids, self.pad),
-            "attention_mask": column([[1] * len(row) for row in ids], 0),
-            "labels": column([feature["labels"] for feature in features], IGNORED),
-        }
 
 
 class Bookkeeping(TrainerCallback):
@@ -366,8 +291,7 @@ def finetune(arguments: FineTuneArguments, training: TrainerArguments) -> dict:
     run = make_run(arguments, trainer, trainable, {**identity, "data": arguments.data, **counts})
     if main:
         device = training.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-        results.write(output / results.FILE, results.new(arguments.experiment, [run], device=name))
+        results.write(output / results.FILE, results.new(arguments.experiment, [run], device=device_name(device)))
         print(f"wrote the adapter and {output / results.FILE}")
     return run
 

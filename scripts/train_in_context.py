@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 from accelerate.utils import set_seed
@@ -24,11 +23,11 @@ from hf_sparsecoding.models import (
     MinimalInductionConfig,
     MinimalInductionForSequenceClassification,
 )
-from hf_sparsecoding.reports import results, tables
 from hf_sparsecoding.tasks.in_context_classification import InContextClassification
 from hf_sparsecoding.tasks.streams import CHUNK
 from hf_sparsecoding.training import TrainingArguments, TrainingResult, make_accelerator, train
 from hf_sparsecoding.training.command_line import parse
+from hf_sparsecoding.training.runs import LAST, make_run, write_run
 
 
 AHEAD = 4 * CHUNK  # sequences that are drawn at once
@@ -128,44 +127,25 @@ def run(
     )
     metrics = evaluate(model)
     kept = {**settings, "eval_items": arguments.eval_items, "num_processes": accelerator.num_processes}
-    made = make_run(model, history, kept, metrics, training)
-    made["method"] = arguments.method or f"{model_arguments.model}, {model_arguments.mixer}"
+    method = arguments.method or f"{model_arguments.model}, {model_arguments.mixer}"
+    made = with_losses(make_run(method, model, history, training, kept, metrics), history, training)
     if accelerator.is_main_process:
-        save(model, made, arguments.experiment, Path(training.output_dir), accelerator.device)
+        write_run(made, arguments.experiment, training.output_dir, accelerator.device, model)
     accelerator.log(metrics, step=training.steps)
     accelerator.end_training()
     return made
 
 
-def make_run(
-    model: torch.nn.Module, history: TrainingResult, settings: dict, metrics: dict, training: TrainingArguments
-) -> dict:
+def with_losses(made: dict, history: TrainingResult, training: TrainingArguments) -> dict:
+    """The run with the mean training loss since the last evaluation in every entry, as "loss"."""
+
     def loss_before(step: int) -> float:
-        """Mean training loss since the last evaluation."""
-        losses = history.losses[max(0, step - (training.evaluate_every or 100)) : step]
+        losses = history.losses[max(0, step - (training.evaluate_every or LAST)) : step]
         return sum(losses) / len(losses)
 
-    return {
-        "method": "",
-        "seed": training.seed,
-        "trainable_parameters": sum(value.numel() for value in model.parameters() if value.requires_grad),
-        "samples": training.steps * training.batch_size,
-        "settings": settings,
-        "metrics": {**metrics, "loss": loss_before(training.steps), "step_seconds": history.step_seconds},
-        "history": [
-            {"samples": entry["step"] * training.batch_size, **entry, "loss": loss_before(entry["step"])}
-            for entry in history.evaluations
-        ],
-    }
-
-
-def save(model: torch.nn.Module, made: dict, experiment: str, output: Path, device: torch.device) -> None:
-    model.save_pretrained(output)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    results.write(output / results.FILE, results.new(experiment, [made], device=name))
-    rows = [[name, tables.number(value)] for name, value in made["metrics"].items()]
-    print(tables.table(["metric", made["method"]], rows))
-    print(f"wrote the model and {output / results.FILE}")
+    metrics = {name: value for name, value in made["metrics"].items() if name != "train_loss"}
+    entries = [{**entry, "loss": loss_before(entry["step"])} for entry in made["history"]]
+    return {**made, "metrics": {**metrics, "loss": loss_before(training.steps)}, "history": entries}
 
 
 def main(argv: list[str] | None = None) -> int:

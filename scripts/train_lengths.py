@@ -17,11 +17,9 @@ Started again after an interruption, it goes on from its newest checkpoint. Seve
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -29,10 +27,10 @@ from accelerate.utils import set_seed
 
 from hf_sparsecoding.evaluation.lengths import evaluate_length
 from hf_sparsecoding.models import SparseDecoderConfig, SparseDecoderForCausalLM
-from hf_sparsecoding.reports import results, tables
 from hf_sparsecoding.tasks import length_generalization as tasks
-from hf_sparsecoding.training import TrainingArguments, TrainingResult, make_accelerator, train
-from hf_sparsecoding.training.command_line import near_match, parse
+from hf_sparsecoding.training import TrainingArguments, make_accelerator, train
+from hf_sparsecoding.training.command_line import near_match, parse, read_options
+from hf_sparsecoding.training.runs import make_run, write_run
 
 
 TASKS = {
@@ -97,14 +95,7 @@ class ModelArguments:
 
 def make_task(arguments: LengthArguments) -> tasks.SequenceTask:
     kind = TASKS[arguments.task]
-    try:
-        options = json.loads(arguments.task_options)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"task_options is not JSON ({error.msg}): {arguments.task_options}") from error
-    known = [option.name for option in fields(kind) if option.name != "positions"]
-    for name in options:
-        if name not in known:
-            raise ValueError(f"task {arguments.task} has no option {name!r}{near_match(name, known)}")
+    options = read_options(kind, arguments.task, arguments.task_options, leave_out=("positions",))
     return kind(**options, positions=POSITIONS[arguments.positions][1])
 
 
@@ -194,35 +185,13 @@ def run(arguments: LengthArguments, model_arguments: ModelArguments, training: T
     )
     metrics = measure(model)
     settings |= {"num_processes": accelerator.num_processes, "train_lengths": list(task.train_lengths)}
-    made = make_run(model, history, settings, metrics)
-    made["method"] = arguments.method or f"{arguments.task}, {arguments.positions}, {model_arguments.mixer}"
+    method = arguments.method or f"{arguments.task}, {arguments.positions}, {model_arguments.mixer}"
+    made = make_run(method, model, history, training, settings, metrics)
     if accelerator.is_main_process:
-        save(model, made, arguments.experiment, Path(training.output_dir), accelerator.device)
+        write_run(made, arguments.experiment, training.output_dir, accelerator.device, model)
     accelerator.log(metrics, step=training.steps)
     accelerator.end_training()
     return made
-
-
-def make_run(model: SparseDecoderForCausalLM, history: TrainingResult, settings: dict, metrics: dict) -> dict:
-    batch_size, last = settings["batch_size"], history.losses[-100:]
-    return {
-        "method": "",
-        "seed": settings["seed"],
-        "trainable_parameters": model.num_parameters(only_trainable=True),
-        "samples": settings["steps"] * batch_size,
-        "settings": settings,
-        "metrics": {**metrics, "train_loss": sum(last) / len(last), "step_seconds": history.step_seconds},
-        "history": [{"samples": entry["step"] * batch_size, **entry} for entry in history.evaluations],
-    }
-
-
-def save(model: SparseDecoderForCausalLM, made: dict, experiment: str, output: Path, device: torch.device) -> None:
-    model.save_pretrained(output)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    results.write(output / results.FILE, results.new(experiment, [made], device=name))
-    rows = [[name, tables.number(value)] for name, value in made["metrics"].items()]
-    print(tables.table(["metric", made["method"]], rows))
-    print(f"wrote the model and {output / results.FILE}")
 
 
 def main(argv: list[str] | None = None) -> int:

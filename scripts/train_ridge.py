@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -21,10 +20,10 @@ from accelerate.utils import set_seed
 
 from hf_sparsecoding.models import LinearAttentionConfig, LinearAttentionForRegression
 from hf_sparsecoding.models.linear_attention.configuration_linear_attention import KINDS
-from hf_sparsecoding.reports import results, tables
 from hf_sparsecoding.tasks.ridge_regression import RidgeRegression, loss
 from hf_sparsecoding.training import TrainingArguments, make_accelerator, train
 from hf_sparsecoding.training.command_line import parse
+from hf_sparsecoding.training.runs import make_run, write_run
 from hf_sparsecoding.training.synthetic import TrainingData, tensors
 
 
@@ -96,14 +95,26 @@ def solve(arguments: RidgeArguments, task: RidgeRegression, seed: int) -> dict[s
     return {"test_loss": loss(problems, task.descent_weights(problems, steps, size)), "step_size": size}
 
 
+def make_solution(arguments: RidgeArguments, task: RidgeRegression, seed: int, settings: dict) -> dict:
+    """The run of a known solution."""
+    return {
+        "method": method_name(arguments),
+        "seed": seed,
+        "trainable_parameters": 0,
+        "samples": 0,
+        "settings": settings,
+        "metrics": solve(arguments, task, seed),
+    }
+
+
 def fit(
     arguments: RidgeArguments,
     task: RidgeRegression,
     training: TrainingArguments,
     settings: dict,
     accelerator: Accelerator,
-) -> dict:
-    """Train a model, save it, and measure it; the run's fields that differ from those of a known solution."""
+) -> tuple[dict, LinearAttentionForRegression]:
+    """Train and measure a model; (its run, the model)."""
     set_seed(training.seed)
     model = make_model(arguments, task).to(accelerator.device)
     measure = partial(evaluate, task=task, arguments=arguments, accelerator=accelerator)
@@ -117,20 +128,12 @@ def fit(
         settings={name: value for name, value in settings.items() if not name.startswith("eval")},
         evaluate=measure,
     )
-    if accelerator.is_main_process:
-        model.save_pretrained(training.output_dir)
-    last = history.losses[-100:]
-    return {
-        "trainable_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "samples": training.steps * training.batch_size,
-        "settings": {**settings, **training.identity(), "num_processes": accelerator.num_processes},
-        "metrics": {
-            **measure(model),
-            "train_loss": sum(last) / len(last),
-            "step_seconds": history.step_seconds,
-        },
-        "history": [{"samples": entry["step"] * training.batch_size, **entry} for entry in history.evaluations],
-    }
+    settings = {**settings, **training.identity(), "num_processes": accelerator.num_processes}
+    return make_run(method_name(arguments), model, history, training, settings, measure(model)), model
+
+
+def method_name(arguments: RidgeArguments) -> str:
+    return arguments.method or arguments.kind
 
 
 def run(arguments: RidgeArguments, task: RidgeRegression, training: TrainingArguments) -> dict:
@@ -139,25 +142,12 @@ def run(arguments: RidgeArguments, task: RidgeRegression, training: TrainingArgu
     settings = {**asdict(task), **asdict(arguments)}
     for name in ("method", "experiment"):
         del settings[name]
-    made = {
-        "method": arguments.method or arguments.kind,
-        "seed": training.seed,
-        "trainable_parameters": 0,
-        "samples": 0,
-        "settings": settings,
-    }
     if arguments.kind in SOLUTIONS:
-        made["metrics"] = solve(arguments, task, training.seed)
+        made, model = make_solution(arguments, task, training.seed, settings), None
     else:
-        made.update(fit(arguments, task, training, settings, accelerator))
+        made, model = fit(arguments, task, training, settings, accelerator)
     if accelerator.is_main_process:
-        device = accelerator.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-        path = Path(training.output_dir) / results.FILE
-        results.write(path, results.new(arguments.experiment, [made], device=name))
-        rows = [[name, tables.number(value)] for name, value in made["metrics"].items()]
-        print(tables.table(["metric", made["method"]], rows))
-        print(f"wrote {path}")
+        write_run(made, arguments.experiment, training.output_dir, accelerator.device, model)
     accelerator.end_training()
     return made
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 from accelerate.utils import set_seed
 
 from hf_sparsecoding.evaluation.images import require_torchmetrics
-from hf_sparsecoding.reports import results, tables
-from hf_sparsecoding.training import TrainingArguments, TrainingResult, make_accelerator, train
+from hf_sparsecoding.training import TrainingArguments, make_accelerator, train
 from hf_sparsecoding.training.command_line import near_match, parse
+from hf_sparsecoding.training.runs import make_run, write_run
 from hf_sparsecoding.training.synthetic import TASKS, TrainingData, evaluate, make_model, make_task
 
 
@@ -134,37 +133,15 @@ def run(arguments: SyntheticArguments, model_arguments: ModelArguments, training
         evaluate=partial(measure, splits=kind.watched),
     )
     metrics = measure(model)
-    made = make_run(model, history, {**settings, "num_processes": accelerator.num_processes}, metrics)
     stage = " of scores" if model_arguments.transfer_stage == "scores" else ""
-    made["method"] = arguments.method or f"{model_arguments.mixer}, transfer: {model_arguments.transfer}{stage}"
+    method = arguments.method or f"{model_arguments.mixer}, transfer: {model_arguments.transfer}{stage}"
+    settings["num_processes"] = accelerator.num_processes
+    made = make_run(method, model, history, training, settings, metrics)
     if accelerator.is_main_process:
-        save(model, made, arguments.experiment, Path(training.output_dir), accelerator.device)
+        write_run(made, arguments.experiment, training.output_dir, accelerator.device, model)
     accelerator.log(metrics, step=training.steps)
     accelerator.end_training()
     return made
-
-
-def make_run(model: torch.nn.Module, history: TrainingResult, settings: dict, metrics: dict) -> dict:
-    batch_size = settings["batch_size"]
-    last = history.losses[-100:]
-    return {
-        "method": "",
-        "seed": settings["seed"],
-        "trainable_parameters": sum(value.numel() for value in model.parameters() if value.requires_grad),
-        "samples": settings["steps"] * batch_size,
-        "settings": settings,
-        "metrics": {**metrics, "train_loss": sum(last) / len(last), "step_seconds": history.step_seconds},
-        "history": [{"samples": entry["step"] * batch_size, **entry} for entry in history.evaluations],
-    }
-
-
-def save(model: torch.nn.Module, made: dict, experiment: str, output: Path, device: torch.device) -> None:
-    model.save_pretrained(output)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    results.write(output / results.FILE, results.new(experiment, [made], device=name))
-    rows = [[name, tables.number(value)] for name, value in made["metrics"].items()]
-    print(tables.table(["metric", made["method"]], rows))
-    print(f"wrote the model and {output / results.FILE}")
 
 
 def main(argv: list[str] | None = None) -> int:

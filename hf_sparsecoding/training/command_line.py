@@ -32,6 +32,24 @@ def read_mapping(path: str | Path) -> dict:
     return content
 
 
+def read_options(kind: type, name: str, text: str, leave_out: tuple[str, ...] = ()) -> dict:
+    """Options of the dataclass `kind`, called `name`, from JSON text; names and plain types are checked."""
+    options = {option.name: option for option in dataclasses.fields(kind) if option.name not in leave_out}
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"task_options is not JSON ({error.msg}): {text}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f'task_options must be an object such as {{"{next(iter(options))}": ...}}, got {text}')
+    for option, value in values.items():
+        if option not in options:
+            raise ValueError(f"task {name} has no option {option!r}{near_match(option, list(options))}")
+        default, several = options[option].default, "tuple" in str(options[option].type)
+        if not several and isinstance(default, bool | int | float | str) and not isinstance(value, type(default)):
+            raise ValueError(f"task_options: {option} must be of type {type(default).__name__}, got {value!r}")
+    return values
+
+
 def to_flags(values: dict) -> list[str]:
     """The command line that says the same as a flat mapping; None leaves the default."""
     flags = []

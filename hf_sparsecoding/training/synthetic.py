@@ -5,9 +5,8 @@ A task has `examples(start, count, split, seed)`, a pure function that gives arr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from ..models import (
 from ..tasks.compositional_images import CompositionalImages
 from ..tasks.raven import Raven
 from ..tasks.s_raven import SRaven
-from .command_line import near_match
+from .command_line import near_match, read_options
 from .loop import ShuffledOrder
 
 
@@ -127,20 +126,7 @@ def make_task(name: str, options: str) -> Any:
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}{near_match(name, list(TASKS))}")
     kind = TASKS[name].task
-    known = [option.name for option in fields(kind)]
-    try:
-        values = json.loads(options)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"task_options is not JSON ({error.msg}): {options}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f'task_options must be an object such as {{"{known[0]}": ...}}, got {options}')
-    for option, value in values.items():
-        if option not in known:
-            raise ValueError(f"task {name} has no option {option!r}{near_match(option, known)}")
-        default = getattr(kind, option)
-        if isinstance(default, bool | int | float | str) and not isinstance(value, type(default)):
-            raise ValueError(f"task_options: {option} must be of type {type(default).__name__}, got {value!r}")
-    return kind(**values)
+    return kind(**read_options(kind, name, options))
 
 
 def make_model(kind: SyntheticTask, task: Any, contexts: str, options: dict) -> torch.nn.Module:

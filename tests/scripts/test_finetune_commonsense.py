@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, Trainer
 from hf_sparsecoding.reports import results
 from hf_sparsecoding.training.command_line import parse, to_flags
 from hf_sparsecoding.training.completions import Completion
+from hf_sparsecoding.training.responses import Collator, encode_records, shorten
 from scripts import finetune_commonsense as script
-from scripts.finetune_commonsense import Collator, FineTuneArguments, TrainerArguments, encode_records, shorten
+from scripts.finetune_commonsense import FineTuneArguments, TrainerArguments
 from tests.evaluation.commonsense_model import save_word_model, word_model, word_tokenizer, write_data
 from tests.tiny_models import adapted, tokens
 from tests.training.character_model import forked, run_distributed
