@@ -4,7 +4,7 @@
     python scripts/benchmark.py --model llama-2048 --method lora_r8 lags_per_head --rounds 40
     python scripts/benchmark.py --model my/folder --dtype bfloat16 --length 64 --clock cpu
     python scripts/benchmark.py --suite mixers                        # about two minutes on one core
-    python scripts/benchmark.py --suite attention --length 512 2048   # a minute
+    python scripts/benchmark.py --suite attention --length 512 2048   # minutes
 
 Suite "adapter": a training step (forward, backward, optimizer step) with an adapter, against the same model without
 one and against LoRA. The models are a random two-layer Llama as wide as a 1B one, and SmolLM2-135M as

@@ -160,13 +160,13 @@ def _softmax_block(blocks, operands, sums, place, runs, xi, threshold_needs_grad
     batch, head, rows, columns = place
     weights = blocks.softmax_(blocks.scores(queries, keys, batch, head, rows, columns))
     delta = blocks.buffer(1, weights.shape)
-    place = 0
+    done = 0
     for start, stop in runs:
-        delta[:, place:start].zero_()
+        delta[:, done:start].zero_()
         run = slice(columns.start + start, columns.start + stop)
         torch.mm(out_grad[rows], values[run].T, out=delta[:, start:stop])
-        place = stop
-    delta[:, place:].zero_()
+        done = stop
+    delta[:, done:].zero_()
     aten.softshrink_backward.grad_input(delta, weights, xi, grad_input=delta)
     alpha = blocks.buffer(2, weights.shape)
     aten.softshrink.out(weights, xi, out=alpha)
