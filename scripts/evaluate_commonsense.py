@@ -36,9 +36,10 @@ from transformers import PreTrainedTokenizerBase
 
 import hf_sparsecoding  # noqa: F401  registers the adapter with peft
 from hf_sparsecoding.evaluation import commonsense as protocols
-from hf_sparsecoding.evaluation.commonsense_statistics import accuracies, accuracy_table, against_base
+from hf_sparsecoding.evaluation.commonsense_statistics import accuracies, against_base
 from hf_sparsecoding.reports import plots, results
 from hf_sparsecoding.reports.accuracy_bars import accuracy_bars
+from hf_sparsecoding.reports.tables import accuracy_table
 from hf_sparsecoding.tasks import commonsense as tasks
 from hf_sparsecoding.training import checkpoints
 from hf_sparsecoding.training.command_line import near_match, parse

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..reports.intervals import Z95, Difference, wilson
-from ..reports.tables import table, with_interval, with_verdict
 
 
 Answers = Mapping[str, Mapping[str, Sequence[Mapping]]]
@@ -94,23 +93,3 @@ def against_base(answers: Answers, base: Answers) -> dict[str, dict[str, float]]
         difference = mean_difference(pairs)
         found[f"{stem}_mean"] = dict(zip(("difference", "low", "high"), difference, strict=True))
     return found
-
-
-def accuracy_table(runs: Sequence[Mapping], stem: str, tasks: Sequence[str]) -> str:
-    """One row per run: accuracy per task (* where it differs from the base model's, McNemar p < 0.05), the mean and
-    its difference from the base model's with their 95 % intervals."""
-    header = [stem.replace("_", " "), *tasks, "mean", "mean vs base"]
-    if stem == "generation":
-        header.append("unanswered")
-    rows = []
-    for run in runs:
-        compared, metrics, mean = run.get("against_base", {}), run["metrics"], f"{stem}_mean"
-        row = [f"{run['method']}, seed {run['seed']}" if compared else run["method"]]
-        for name in (f"{stem}_{task}" for task in tasks):
-            row.append(f"{metrics[name]:.3f}" + ("*" if compared and compared[name]["p"] < 0.05 else ""))
-        row.append(with_interval(metrics[mean], run["settings"]["items"][mean]))
-        row.append(with_verdict(Difference(*compared[mean].values()) if compared else None))
-        if stem == "generation":
-            row.append(f"{metrics['generation_unanswered_mean']:.3f}")
-        rows.append(row)
-    return table(header, rows)

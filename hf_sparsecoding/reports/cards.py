@@ -6,6 +6,7 @@ METHOD are names of the folder's results.json:
     {{run}}                                   command, date, versions, machine
     {{commands}}                              the command of every run, where a sweep made them
     {{table METRIC ... [vs=METHOD]}}          one row per method; with vs, differences from that one
+    {{accuracies PROTOCOL}}                   commonsense accuracies by task, with intervals and tests
     {{value METHOD METRIC}}                   mean ± spread of one metric
     {{matrix TABLE}}, {{refusals}}            the compatibility matrix, and what cannot be adapted
     {{notes}}                                 what runs say about themselves (cut short, ...)
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from . import results as results_io
 from .compatibility import matrix, refusals
-from .tables import method_table, metric_values, notes, with_spread
+from .tables import accuracy_table, method_table, metric_values, notes, with_spread
 
 
 TEMPLATE, CARD, RESULTS = "card.md", "README.md", "results.json"
@@ -92,6 +93,17 @@ def _table(folder: Path, results: dict, arguments: list[str]) -> str:
     return method_table(results, metrics or shared, baselines[0] if baselines else None)
 
 
+def _accuracies(folder: Path, results: dict, arguments: list[str]) -> str:
+    if len(arguments) != 1:
+        raise ValueError(f"accuracies needs one PROTOCOL, got {arguments}")
+    evaluation = results["runs"][0]["settings"].get("evaluation", {"protocols": [], "tasks": []})
+    if arguments[0] not in evaluation["protocols"]:
+        raise ValueError(
+            f"no protocol {arguments[0]!r} in {results['experiment']}; known: {', '.join(evaluation['protocols'])}"
+        )
+    return accuracy_table(results["runs"], arguments[0], evaluation["tasks"])
+
+
 def _value(folder: Path, results: dict, arguments: list[str]) -> str:
     if len(arguments) != 2:
         raise ValueError(f"value needs METHOD METRIC, got {arguments}")
@@ -117,6 +129,7 @@ DIRECTIVES = {
     "run": _run,
     "commands": _commands,
     "table": _table,
+    "accuracies": _accuracies,
     "value": _value,
     "matrix": matrix,
     "refusals": refusals,

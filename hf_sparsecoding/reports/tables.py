@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .intervals import Difference, difference, mean_and_spread, wilson
 from .results import by_method
@@ -112,3 +112,23 @@ def notes(results: dict) -> list[str]:
             if run["method"] not in methods:
                 methods.append(run["method"])
     return [f"{', '.join(methods)}: {note}" for note, methods in found.items()]
+
+
+def accuracy_table(runs: Sequence[Mapping], stem: str, tasks: Sequence[str]) -> str:
+    """One row per run: accuracy per task (* where it differs from the base model's, McNemar p < 0.05), the mean and
+    its difference from the base model's with their 95 % intervals."""
+    header = [stem.replace("_", " "), *tasks, "mean", "mean vs base"]
+    if stem == "generation":
+        header.append("unanswered")
+    rows = []
+    for run in runs:
+        compared, metrics, mean = run.get("against_base", {}), run["metrics"], f"{stem}_mean"
+        row = [f"{run['method']}, seed {run['seed']}" if compared else run["method"]]
+        for name in (f"{stem}_{task}" for task in tasks):
+            row.append(f"{metrics[name]:.3f}" + ("*" if compared and compared[name]["p"] < 0.05 else ""))
+        row.append(with_interval(metrics[mean], run["settings"]["items"][mean]))
+        row.append(with_verdict(Difference(*compared[mean].values()) if compared else None))
+        if stem == "generation":
+            row.append(f"{metrics['generation_unanswered_mean']:.3f}")
+        rows.append(row)
+    return table(header, rows)

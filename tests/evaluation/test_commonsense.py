@@ -9,14 +9,13 @@ from hf_sparsecoding.evaluation import commonsense
 from hf_sparsecoding.evaluation.commonsense import cloze, find_answer, generation
 from hf_sparsecoding.evaluation.commonsense_statistics import (
     accuracies,
-    accuracy_table,
     against_base,
     mcnemar,
     mean_difference,
 )
 from hf_sparsecoding.reports.accuracy_bars import accuracy_bars
 from hf_sparsecoding.reports.intervals import wilson
-from hf_sparsecoding.reports.tables import with_interval
+from hf_sparsecoding.reports.tables import accuracy_table, with_interval
 from hf_sparsecoding.tasks.commonsense import BENCHMARKS, to_record
 from hf_sparsecoding.training.completions import encode
 from tests.evaluation.commonsense_model import rows, word_model, word_tokenizer

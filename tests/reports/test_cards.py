@@ -50,10 +50,26 @@ def test_names_with_spaces_stand_in_quotes(tmp_path):
     assert "accuracy_after vs few, more" in card
 
 
+def test_accuracies_of_the_tasks(tmp_path):
+    settings = {
+        "items": {"generation_mean": 8},
+        "evaluation": {"protocols": ["generation"], "tasks": ["boolq", "piqa"]},
+    }
+    metrics = {"boolq": 0.5, "piqa": 0.25, "mean": 0.375, "unanswered_mean": 0.125}
+    metrics = {f"generation_{name}": value for name, value in metrics.items()}
+    run = example_run("base", settings=settings, metrics=metrics)
+    card = render_card(make_folder(tmp_path, "{{accuracies generation}}\n", runs=[run]))
+    assert [cell.strip() for cell in card.splitlines()[2].split("|")[1:4]] == ["base", "0.500", "0.250"]
+    (tmp_path / "toy" / "card.md").write_text("{{accuracies likelihood}}")
+    with pytest.raises(ValueError, match="no protocol 'likelihood' in toy; known: generation"):
+        render_card(tmp_path / "toy")
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{tabel}}", r"card\.md: unknown directive 'tabel'; known: commands"),
+        ("{{accuracies}}", "accuracies needs one PROTOCOL"),
+        ("{{tabel}}", r"card\.md: unknown directive 'tabel'; known: accuracies"),
         ("{{table score}}", r"card\.md: \{\{table score\}\}: no run of toy has the metric 'score'"),
         ("{{value few}}", "value needs METHOD METRIC"),
         ("{{value few score}}", "no metric 'score' of method 'few'; methods: few, control"),
