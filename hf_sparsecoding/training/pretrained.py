@@ -45,11 +45,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(name)
 
 
-def load_model(name: str, dtype: str) -> PreTrainedModel:
-    """A causal language model from a folder or the Hub, in a data type of `DTYPES`."""
+def load_model(name: str, dtype: str, **options: str) -> PreTrainedModel:
+    """A causal language model from a folder or the Hub, in a data type of `DTYPES`; options as `from_pretrained`'s."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    kind = dtype if dtype == "auto" else getattr(torch, dtype)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=kind, **options)
 
 
 def base_model_of(adapter: str) -> str:
