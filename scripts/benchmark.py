@@ -16,7 +16,11 @@ the coefficients, against softmax and against the same mixer without transfer. B
 
 Suite "attention": forward and training of attention with thresholded coefficients, against torch's SDPA, explicit
 matrices of coefficients and, if it is installed, entmax; also where only a share (--density) of the tiles of
-coefficients holds any. With peak memory.
+coefficients holds any. With peak memory. On a GPU it takes the kernels in bfloat16, 4k to 16k tokens, against
+FlashAttention, FlexAttention and, if they are installed, AdaSplash (adasplash) and native sparse attention
+(flash-linear-attention); contenders that are absent are named:
+
+    python scripts/benchmark.py --suite attention                     # under ten minutes on one GPU, half of it tuning
 
 A ratio is taken within each round and reported as the median over rounds with a bootstrapped 95 % interval.
 """
@@ -62,7 +66,16 @@ SUITES = {
     "attention": Suite("kernels", attention.defaults, attention.measure, attention.table, attention.picture),
     "mixers": Suite("sparse-transformer-throughput", mixers.defaults, mixers.measure, mixers.table, mixers.picture),
 }
-OPTIONS = ("model", "method", "dtype", "length", "density", "batch_size", "compile")  # of one suite or another
+OPTIONS = (
+    "model",
+    "method",
+    "dtype",
+    "length",
+    "density",
+    "head_dim",
+    "batch_size",
+    "compile",
+)  # of one suite or another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +110,7 @@ class BenchmarkArguments(Turns):
     density: list[float] | None = field(
         default=None, metadata={"help": "attention: shares of tiles that hold a coefficient, 1 for random scores"}
     )
+    head_dim: list[int] | None = field(default=None, metadata={"help": "attention: sizes of a head"})
     batch_size: int | None = field(default=None, metadata={"help": "samples per step (adapter: 1, mixers: 128)"})
     compile: bool | None = field(
         default=None, metadata={"help": "mixers: torch.compile all contenders", "nargs": "?", "const": True}
@@ -135,7 +149,8 @@ def main(arguments: BenchmarkArguments) -> dict:
     suite, output = SUITES[arguments.suite], Path(arguments.output_dir)
     torch.set_num_threads(arguments.threads)
     runs = suite.measure(arguments, **arguments.options())
-    written = results.new(suite.experiment, runs)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    written = results.new(suite.experiment, runs, device=device)
     results.write(output / results.FILE, written)
     print(suite.table(runs))
     print(f"wrote {output / results.FILE}")
