@@ -86,7 +86,7 @@ def builds(options: argparse.Namespace, arch: int) -> Iterator[Build]:
             elif kernel != "list_tiles":
                 blocks = {"BLOCK_T": transfer.BLOCK_T, "BLOCK_C": transfer.BLOCK_C}
                 constants = {"D": 64, "LAGS": (1, 2, 3), "AGE": True, **blocks}
-                yield Build(kernel, "lags", dtype, 64, getattr(transfer, kernel), constants, 4, 3)
+                yield Build(kernel, "lags", dtype, 64, getattr(transfer, kernel), constants, transfer.WARPS, 3)
         if kernel == "list_tiles":
             for by_query in (False, True):
                 constants = {"BY_QUERY": by_query, "SOFTMAX": True, "CAUSAL": True, "WINDOW": True, "MASK": False}

@@ -1,7 +1,9 @@
 """Suite "attention": forward and training (forward and backward) of attention functions, against torch's SDPA.
 
 Causal, with random queries, keys and values; or with a chosen share of tiles that hold a coefficient at all (density
-below 1), which soft thresholding leaves out. SDPA takes as long whatever the values are.
+below 1), which soft thresholding leaves out. SDPA takes as long whatever the values are; on a GPU, in half precision,
+it is FlashAttention. Native sparse attention shares one key-value head among all heads, as its kernels demand, so its
+times are those of another, smaller problem.
 
 N tokens, H heads, D head dim.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from ..ops import sparse_attention
@@ -28,13 +32,49 @@ from .turns import Turns, draw_ratios, ratio_cell, ratio_metrics, take_turns
 
 SDPA = "sdpa"
 XI = {"soft_threshold": 1.0, "thresholded_softmax": 1e-3}
-HEADS, HEAD_DIM = 4, 64
+HEADS = {"cpu": 4, "cuda": 16}
+LONGEST_EXPLICIT = 4096  # tokens; a longer matrix of coefficients does not fit, or takes minutes
 FORWARD, TRAINING = "ratio_to_sdpa_forward", "ratio_to_sdpa_training"
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    if not query.is_cuda or query.dtype == torch.float32:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@cache
+def _flex() -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+@cache
+def _causal_blocks(length: int):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda b, h, query, key: query >= key, None, None, length, length, device="cuda")
+
+
+def _flex_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return _flex()(query, key, value, block_mask=_causal_blocks(query.shape[2]))
+
+
+def _adasplash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    import adasplash
+
+    return adasplash.adasplash(query, key, value, alpha=1.5, is_causal=True)
+
+
+def _native_sparse_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from fla.ops.nsa import parallel_nsa
+
+    query, key, value = query.transpose(1, 2), key[:, :1].transpose(1, 2), value[:, :1].transpose(1, 2)
+    gate = query.new_ones(query.shape[:3])
+    return parallel_nsa(query, key, value, gate, gate, block_counts=16, block_size=64).transpose(1, 2)
 
 
 def _explicit(transform: Callable[[Tensor], Tensor]) -> Attention:
@@ -75,57 +115,99 @@ CONTENDERS: dict[str, Attention] = {
     "explicit thresholded_softmax": _thresholded("thresholded_softmax", "eager"),
     "entmax15": _entmax("entmax15"),
     "sparsemax": _entmax("sparsemax"),
+    "flex_attention": _flex_attention,
+    "adasplash": _adasplash,
+    "native sparse attention": _native_sparse_attention,
 }
-OPTIONAL = {"entmax15": "entmax", "sparsemax": "entmax"}  # contender -> the package it needs
+# contender -> the package it needs and the name to install it by
+OPTIONAL = {
+    "entmax15": ("entmax", "entmax"),
+    "sparsemax": ("entmax", "entmax"),
+    "adasplash": ("adasplash", "adasplash"),
+    "native sparse attention": ("fla", "flash-linear-attention"),
+}
+NEED_GPU = ("flex_attention", "adasplash", "native sparse attention")
+EXPLICIT = tuple(name for name in CONTENDERS if name.startswith(("explicit", "entmax", "sparsemax")))
 TILED = "soft_threshold"  # the contender that is timed at densities below 1
 
 
 def defaults() -> dict:
     """The suite's own options."""
+    gpu = torch.cuda.is_available()
+    absent = missing()
     return {
-        "method": [name for name in CONTENDERS if name not in OPTIONAL or find_spec(OPTIONAL[name])],
-        "dtype": ["float32"],
-        "length": [512, 1024, 2048, 4096],
-        "density": [1.0, 0.5, 0.1],
+        "method": [name for name in CONTENDERS if name not in absent],
+        "dtype": ["bfloat16" if gpu else "float32"],
+        "length": [4096, 8192, 16384] if gpu else [512, 1024, 2048, 4096],
+        "density": [1.0, 0.5, 0.1, 0.01] if gpu else [1.0, 0.5, 0.1],
+        "head_dim": [64, 128] if gpu else [64],
     }
 
 
+def missing() -> dict[str, str]:
+    """Contenders that cannot run here -> what they need."""
+    absent = {}
+    for name in CONTENDERS:
+        if name in NEED_GPU and not torch.cuda.is_available():
+            absent[name] = "a GPU"
+        elif name in OPTIONAL and find_spec(OPTIONAL[name][0]) is None:
+            absent[name] = f"its package: pip install {OPTIONAL[name][1]}"
+    return absent
+
+
 def measure(
-    turns: Turns, *, method: Iterable[str], dtype: Iterable[str], length: Iterable[int], density: Iterable[float]
+    turns: Turns,
+    *,
+    method: Iterable[str],
+    dtype: Iterable[str],
+    length: Iterable[int],
+    density: Iterable[float],
+    head_dim: Iterable[int] = (64,),
 ) -> list[dict]:
-    """Runs as results.json holds them, one per contender, length, type and density."""
+    """Runs as results.json holds them, one per contender, length, type, head dim and density."""
     names = [SDPA, *(name for name in check(method, density) if name != SDPA)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     runs = []
-    for kind in dtype:
-        for tokens in length:
-            for share in sorted(density, reverse=True):
-                chosen = names if share == 1 else [SDPA, TILED]
-                if share == 1 or TILED in names:
-                    runs += _measure(turns, chosen, getattr(torch, kind), tokens, share, device)
+    for size in head_dim:
+        for kind in dtype:
+            for tokens in length:
+                for share in sorted(density, reverse=True):
+                    chosen = names if share == 1 else [SDPA, TILED]
+                    chosen = [name for name in chosen if tokens <= LONGEST_EXPLICIT or name not in EXPLICIT]
+                    if share == 1 or TILED in names:
+                        _forget_tuning(device)
+                        runs += _measure(turns, chosen, getattr(torch, kind), tokens, size, share, device)
     return runs
 
 
 def check(method: Iterable[str], density: Iterable[float]) -> list[str]:
-    """The contenders, if they are known and installed."""
-    names = list(method)
+    """The contenders, if they are known and can run here."""
+    names, absent = list(method), missing()
     for name in names:
         if name not in CONTENDERS:
             raise ValueError(f"method must be one of {', '.join(CONTENDERS)}, got {name!r}")
-        if name in OPTIONAL and find_spec(OPTIONAL[name]) is None:
-            raise ImportError(f"{name} needs its package: pip install {OPTIONAL[name]}, or leave it out")
+        if name in absent:
+            raise ImportError(f"{name} needs {absent[name]}, or leave it out")
     for share in density:
         if not 0 < share <= 1:
             raise ValueError(f"density must be above 0 and at most 1, got {share}")
     return names
 
 
+def _forget_tuning(device: str) -> None:
+    # whether leaving tiles out pays depends on how many are dead, which the tuner's key cannot see
+    if device == "cuda" and find_spec("triton"):
+        from ..ops.attention_triton import forget_tuning
+
+        forget_tuning()
+
+
 def _measure(
-    turns: Turns, names: list[str], dtype: torch.dtype, length: int, density: float, device: str
+    turns: Turns, names: list[str], dtype: torch.dtype, length: int, head_dim: int, density: float, device: str
 ) -> list[dict]:
-    operands = make_operands(length, density, dtype, turns.seed, device)
+    operands = make_operands(length, density, dtype, turns.seed, device, head_dim)
     cotangent = torch.randn(operands[0].shape, device=device, dtype=dtype)
-    label = f"{length} tokens, {str(dtype).removeprefix('torch.')}, density {density:g}"
+    label = f"{length} tokens, {str(dtype).removeprefix('torch.')}, D {head_dim}, density {density:g}"
     forward, training = {}, {}
     for name in names:
         forward[name] = _synchronised(lambda f=CONTENDERS[name]: _without_gradients(f, operands), device)
@@ -154,13 +236,13 @@ def _measure(
                     "length": length,
                     "density": density,
                     "dtype": str(dtype).removeprefix("torch."),
-                    "heads": HEADS,
-                    "head_dim": HEAD_DIM,
+                    "heads": HEADS[device],
+                    "head_dim": head_dim,
                     "threshold": XI.get(name.removeprefix("explicit ")),
                     "threads": turns.threads,
                     "rounds": turns.rounds,
                     "clock": turns.clock,
-                    "device": device,
+                    "device": torch.cuda.get_device_name() if device == "cuda" else device,
                 },
                 "metrics": metrics,
             }
@@ -183,23 +265,21 @@ def _synchronised(step: Callable[[], object], device: str) -> Callable[[], None]
 
 
 def make_operands(
-    length: int, density: float, dtype: torch.dtype, seed: int, device: str
+    length: int, density: float, dtype: torch.dtype, seed: int, device: str, head_dim: int = 64
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [1, H, N, D]. Below density 1, this share of the tiles below the diagonal, and those on
     it, hold scores of 4; all others of almost 0.
 
-    Raises:
-        ValueError: more tiles than D, with density below 1: each tile of keys has a direction of its own.
+    Each tile of keys has a direction of its own; with more tiles than D, every D-th has the same one.
     """
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(1, HEADS, length, HEAD_DIM, generator=generator) for _ in range(3)]
+    generator, heads = torch.Generator().manual_seed(seed), HEADS[device]
+    tensors = [torch.randn(1, heads, length, head_dim, generator=generator) for _ in range(3)]
     if density < 1:
         tiles = -(-length // TILE)
-        if tiles > HEAD_DIM:
-            raise ValueError(f"density below 1 needs at most {HEAD_DIM * TILE} tokens, got {length}")
-        alive = (torch.rand(HEADS, tiles, tiles, generator=generator) < density) | torch.eye(tiles, dtype=torch.bool)
-        directions = 4 * HEAD_DIM**0.25 * torch.eye(tiles, HEAD_DIM)
-        keys = directions.repeat_interleave(TILE, 0)[:length]
+        own = torch.eye(min(tiles, head_dim), dtype=torch.bool).repeat(-(-tiles // head_dim), 1)[:tiles]
+        alive = (torch.rand(heads, *own.shape, generator=generator) < density) | own
+        directions = 4 * head_dim**0.25 * torch.eye(own.shape[1], head_dim)
+        keys = directions[torch.arange(tiles) % head_dim].repeat_interleave(TILE, 0)[:length]
         queries = (alive.float() @ directions / 4).repeat_interleave(TILE, 1)[:, :length]
         tensors[:2] = [queries[None] + 1e-3 * tensors[0], keys + 1e-3 * tensors[1]]
     return tuple(tensor.to(device, dtype).requires_grad_() for tensor in tensors)
@@ -234,7 +314,11 @@ def table(runs: list[dict]) -> str:
         ]
         for run in runs
     ]
-    return tables.table(header, rows)
+    lines = [tables.table(header, rows)]
+    lines += [f"not measured: {name}, which needs {need}" for name, need in missing().items()]
+    if any(run["settings"]["length"] > LONGEST_EXPLICIT for run in runs):
+        lines.append(f"above {LONGEST_EXPLICIT} tokens not measured: {', '.join(EXPLICIT)}")
+    return "\n".join(lines)
 
 
 def picture(runs: list[dict], path: Path) -> None:
@@ -245,5 +329,6 @@ def picture(runs: list[dict], path: Path) -> None:
         if settings["contender"] != SDPA:
             density = "" if settings["density"] == 1 else f", {settings['density']:.0%} of the tiles"
             name = f"{settings['contender']}{density}"
-            panels.setdefault(f"{settings['length']} tokens, {settings['dtype']}", []).append((name, run["metrics"]))
+            title = f"{settings['length']} tokens, {settings['dtype']}, D {settings['head_dim']}"
+            panels.setdefault(title, []).append((name, run["metrics"]))
     draw_ratios(panels, TRAINING, "training, ratio to SDPA", path)

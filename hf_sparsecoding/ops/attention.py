@@ -4,11 +4,13 @@
 
 - eager: explicit coefficients [B, H, T, S]; any device, twice differentiable, dropout and softcap.
 - cpu: blocked, memory linear in T and S (`attention_cpu`).
+- triton: the same on a GPU (`attention_triton`): bfloat16 and float16, and float32 if it is asked for.
 
 B batch, H heads, G key-value heads (H a multiple of G), T queries, S keys, D and E sizes of keys and values.
 Source: arXiv 2511.20194, sec. 3.
 """
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -20,7 +22,11 @@ from .attention_cpu import TILE, attention_cpu
 
 
 KINDS = ("soft_threshold", "thresholded_softmax")
-BACKENDS = ("eager", "cpu")
+BACKENDS = ("eager", "cpu", "triton")
+HAS_TRITON = find_spec("triton") is not None
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+TRITON_DTYPES = (torch.float32, *HALF_PRECISION)
+LARGEST_TRITON_SIZE = 256  # of a head: larger ones do not fit into a GPU's registers
 
 
 class Sparsity(NamedTuple):
@@ -57,16 +63,17 @@ def sparse_attention(
         window: With `causal`, only the last `window` of these keys.
         softcap: Scores become `softcap * tanh(scores / softcap)`. Eager only.
         dropout: Probability of setting a coefficient to zero, the others scaled up. Eager only.
-        backend: "eager" or "cpu". None: the fastest that can do it.
+        backend: "eager", "cpu" or "triton". None: the fastest that can do it.
 
     Raises:
+        ImportError: `backend="triton"` without Triton.
         ValueError: shapes that do not fit, a negative threshold, or something that the forced backend cannot do.
     """
     batch, heads, queries, _ = query.shape
     _check(query, key, value, coefficients, threshold, mask, causal, window, dropout, backend)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     xi = torch.as_tensor(threshold, dtype=wide_dtype(query), device=query.device).expand(batch, heads)
-    backend = backend or _fastest(query, softcap, dropout)
+    backend = backend or _fastest(query, key, value, scale, softcap, dropout)
     if backend == "eager":
         allowed = allowed_keys(queries, key.shape[2], mask, causal, window, query.device)
         alpha = eager_coefficients(query, key, coefficients, xi, scale, allowed, softcap)
@@ -74,17 +81,32 @@ def sparse_attention(
         return (output, _eager_sparsity(alpha, causal, window)) if return_sparsity else output
     if softcap is not None or dropout:
         raise ValueError(f'backend={backend!r} knows neither softcap ({softcap}) nor dropout ({dropout}); use "eager"')
-    output, alive, nonzero = attention_cpu(
+    attend = _triton() if backend == "triton" else attention_cpu
+    output, alive, nonzero = attend(
         query, key, value, xi, mask, coefficients, scale, causal, window or 0, return_sparsity
     )
     return (output, sparsity(alive, nonzero, queries, key.shape[2], causal, window)) if return_sparsity else output
 
 
-def _fastest(query: Tensor, softcap: float | None, dropout: float) -> str:
+def _fastest(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, dropout: float) -> str:
     # a single query has one row of coefficients: there is nothing to save
     if softcap is not None or dropout or query.shape[2] == 1:
         return "eager"
-    return "cpu" if query.device.type == "cpu" else "eager"
+    if query.device.type == "cpu":
+        return "cpu"
+    # float32 in Triton is three products of tensor cores: to be asked for
+    known = query.dtype in HALF_PRECISION and query.dtype == key.dtype == value.dtype and scale != 0
+    small = max(query.shape[-1], value.shape[-1]) <= LARGEST_TRITON_SIZE
+    return "triton" if query.device.type == "cuda" and HAS_TRITON and known and small else "eager"
+
+
+def _triton():
+    if not HAS_TRITON:
+        raise ImportError("backend=\"triton\" needs Triton: pip install 'hf-sparsecoding[triton]'")
+    # late: it starts a compiler
+    from .attention_triton import attention_triton
+
+    return attention_triton
 
 
 def eager_coefficients(

@@ -16,8 +16,9 @@ from torch import Tensor
 
 
 TILE = 128  # queries in a block, and keys in a tile of it
-# among so many tiles and more, every 16th query shows whether a search for empty ones is worth a pass over the scores
-FEWEST_TILES, SAMPLED_ROWS = 4, 16
+# A search for empty tiles is a pass over the scores. It takes place among so many tiles and more; where it finds most
+# tiles alive, the next one comes so many blocks later.
+FEWEST_TILES, NEXT_SEARCH = 4, 8
 aten = torch.ops.aten
 
 
@@ -48,17 +49,21 @@ def attention_cpu(
         for head in heads:
             queries, xi = query[batch, head].to(threshold.dtype) * scale, thresholds[batch][head]
             head_output, head_alive = output[batch, head], alive[batch, head].tolist()
+            next_search = 0
             for number, rows, columns in blocks.rows:
                 alpha = blocks.scores(queries, keys, batch, head, rows, columns)
                 if kind == "thresholded_softmax":
                     blocks.softmax_(alpha)
-                aten.softshrink.out(alpha, xi, out=alpha)
-                tiles = _tiles_alive(alpha, exact=count)
-                first = columns.start // TILE
+                first, width = columns.start // TILE, alpha.shape[1]
+                tiles = [True] * -(-width // TILE)
+                if count or (number >= next_search and len(tiles) >= FEWEST_TILES):
+                    tiles = _tiles_alive(alpha, xi, kind)
+                    next_search = number + (NEXT_SEARCH if 4 * sum(tiles) >= 3 * len(tiles) else 1)
                 head_alive[number][first : first + len(tiles)] = tiles
-                _product(alpha, values[columns], _runs(tiles, alpha.shape[1]), head_output[rows])
+                runs = _runs(tiles, width)
+                _product(alpha, xi, values[columns], runs, head_output[rows])
                 if count:
-                    nonzero[batch, head] += alpha.count_nonzero()
+                    nonzero[batch, head] += sum(alpha[:, start:stop].count_nonzero() for start, stop in runs)
             alive[batch, head] = torch.tensor(head_alive)
     return output, alive, nonzero
 
@@ -257,23 +262,13 @@ class _Blocks:
         return scores
 
 
-def _tiles_alive(alpha: Tensor, exact: bool) -> list[bool]:
-    """Whether a tile of `TILE` keys holds a coefficient; unless `exact`, True without a closer look where most do."""
-    tiles = -(-alpha.shape[1] // TILE)
-    if not exact:
-        sampled = _any_per_tile(alpha[::SAMPLED_ROWS]) if tiles >= FEWEST_TILES else [True]
-        if 4 * sum(sampled) >= 3 * len(sampled):
-            return [True] * tiles
-    return _any_per_tile(alpha)
-
-
-def _any_per_tile(alpha: Tensor) -> list[bool]:
-    whole = alpha.shape[1] // TILE
-    # the fastest look at all of them: any(), norms and counts take several times as long
-    sizes = alpha[:, : whole * TILE].unflatten(1, (whole, TILE)).abs().amax((0, 2)).tolist() if whole else []
-    if alpha.shape[1] % TILE:
-        sizes.append(alpha[:, whole * TILE :].abs().amax().item())
-    return [size != 0 for size in sizes]  # nan is alive
+def _tiles_alive(scores: Tensor, xi: float, kind: str) -> list[bool]:
+    """Whether a tile of `TILE` keys holds a coefficient: a score beyond xi, or nan."""
+    largest = scores.amax(0)
+    if kind == "soft_threshold":
+        largest = torch.maximum(largest, scores.amin(0).neg_())
+    largest = torch.nn.functional.pad(largest, (0, -len(largest) % TILE), value=-torch.inf)
+    return [not size <= xi for size in largest.view(-1, TILE).amax(1).tolist()]
 
 
 def _runs(alive: list[bool], width: int) -> list[tuple[int, int]]:
@@ -288,11 +283,13 @@ def _runs(alive: list[bool], width: int) -> list[tuple[int, int]]:
     return runs
 
 
-def _product(alpha: Tensor, values: Tensor, runs: list[tuple[int, int]], out: Tensor) -> None:
-    """`out = alpha values`; `out` is zero before."""
-    wide = out if out.dtype == alpha.dtype else torch.zeros(out.shape, dtype=alpha.dtype)
+def _product(scores: Tensor, xi: float, values: Tensor, runs: list[tuple[int, int]], out: Tensor) -> None:
+    """`out = alpha values`, where alpha takes the place of the scores; `out` is zero before."""
+    wide = out if out.dtype == scores.dtype else torch.zeros(out.shape, dtype=scores.dtype)
     for number, (start, stop) in enumerate(runs):
-        wide.addmm_(alpha[:, start:stop], values[start:stop], beta=0.0 if number == 0 else 1.0)
+        alpha = scores[:, start:stop]
+        aten.softshrink.out(alpha, xi, out=alpha)
+        wide.addmm_(alpha, values[start:stop], beta=0.0 if number == 0 else 1.0)
     if wide is not out:
         out.copy_(wide)
 

@@ -143,6 +143,26 @@ def test_dead_tiles_are_left_out_and_change_nothing(kind):
         assert_close(ours, wanted)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("blocks", [[[1, 1, 1, 1, 1], [0, 1, 0, 0, 0]], [[0, 0, 0, 0, 0], [1, 0, 0, 1, 0]]])
+def test_tiles_change_nothing_whether_searched_or_not(kind, blocks):
+    """Without counting, a block of which most tiles are alive ends the search for a while; nan keeps a tile alive."""
+    query, key, value = with_dead_tiles(torch.tensor(blocks, dtype=torch.bool))
+    # tiles of keys that are not whole, too
+    operands = [tensor[:, :, :-3].detach().requires_grad_() for tensor in (query, key, value)]
+    options = {"coefficients": kind, "threshold": 0.5 if kind == "soft_threshold" else 0.0018, "scale": 1.0}
+    results, gradients = {}, {}
+    for backend in BACKENDS:
+        results[backend] = sparse_attention(*operands, backend=backend, **options)
+        gradients[backend] = torch.autograd.grad(results[backend].square().sum(), operands)
+    assert_close(results["cpu"], results["eager"])
+    for ours, wanted in zip(gradients["cpu"], gradients["eager"], strict=True):
+        assert_close(ours, wanted)
+    broken = operands[0].detach().clone()
+    broken[0, 0, 3, 0] = torch.nan
+    assert sparse_attention(broken, *operands[1:], backend="cpu", **options)[0, 0, 3].isnan().all()
+
+
 def test_sparsity_counts_only_what_is_allowed():
     query, key, value = operands(1, 1, 1, 5, 5)
     options = {"coefficients": "soft_threshold", "causal": True, "return_sparsity": True}
@@ -238,7 +258,7 @@ def test_softcap_and_dropout_take_the_explicit_coefficients():
     [
         ({"coefficients": "sparsemax"}, "coefficients must be one of soft_threshold, thresholded_softmax"),
         ({"threshold": -0.1}, "threshold must be at least 0, got -0.1"),
-        ({"backend": "gpu"}, "backend must be one of eager, cpu, got 'gpu'"),
+        ({"backend": "gpu"}, "backend must be one of eager, cpu, triton, got 'gpu'"),
         ({"mask": torch.zeros(7)}, "mask must be boolean"),
         ({"window": 3}, "window must be at least 1 and needs causal=True"),
         ({"window": 0, "causal": True}, "window must be at least 1"),
