@@ -340,7 +340,7 @@ def test_no_triton(monkeypatch):
 
 
 def test_the_fastest(monkeypatch):
-    """On a GPU Triton in half precision, where it is installed; a single query is decoded with explicit coefficients."""
+    """On a GPU Triton in half precision, where it is installed; for a single query explicit coefficients."""
 
     def fastest(queries=7, dtype=torch.bfloat16, size=4, device="cuda", value_dtype=None):
         def operand(length, dtype):

@@ -32,6 +32,8 @@ class SparseDecoderConfig(PreTrainedConfig):
         head_dim: Size of queries, keys and values per head. None: hidden_size / num_attention_heads.
         rope_theta: Base of the rotary frequencies.
         relative_buckets, relative_distance: Buckets of "relative", and the distance from which all share the last one.
+        initializer_range: Standard deviation of the embeddings of tokens and positions at the start. With large ones
+            AdamW needs many steps to turn them: at 1, addition is not learned in 500 steps, at 0.02 it is.
     """
 
     model_type = "sparse_decoder"
@@ -57,6 +59,7 @@ class SparseDecoderConfig(PreTrainedConfig):
         relative_buckets: int = 32,
         relative_distance: int = 128,
         norm_epsilon: float = 1e-6,
+        initializer_range: float = 0.02,
         **kwargs,
     ):
         self.vocab_size, self.mixer = vocab_size, mixer
@@ -68,7 +71,7 @@ class SparseDecoderConfig(PreTrainedConfig):
         self.head_dim = head_dim if head_dim is not None else hidden_size // max(1, num_attention_heads)
         self.rope_theta = rope_theta
         self.relative_buckets, self.relative_distance = relative_buckets, relative_distance
-        self.norm_epsilon = norm_epsilon
+        self.norm_epsilon, self.initializer_range = norm_epsilon, initializer_range
         self._check()
         super().__init__(**kwargs)
 
@@ -80,7 +83,7 @@ class SparseDecoderConfig(PreTrainedConfig):
         for name in (*sizes, "head_dim", "kept_keys", "max_position"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("threshold", "l1_penalty"):
+        for name in ("threshold", "l1_penalty", "initializer_range"):
             if not getattr(self, name) >= 0:  # nan neither
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.train_threshold and (self.mixer != "sparse_coding" or self.threshold == 0):

@@ -123,7 +123,7 @@ class SparseDecoderPreTrainedModel(PreTrainedModel):
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight)
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
         elif isinstance(module, SparseDecoderAttention):
