@@ -173,15 +173,16 @@ def time_adapters(
             "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "samples": turns.rounds * batch,
             "settings": {"adapter": method, **settings},
-            "metrics": step_metrics(seconds, method, turns.seed),
+            "metrics": step_metrics(seconds, method, batch * length, turns.seed),
         }
         for method, model in models.items()
     ]
 
 
-def step_metrics(seconds: dict[str, np.ndarray], method: str, seed: int) -> dict[str, float]:
+def step_metrics(seconds: dict[str, np.ndarray], method: str, tokens: int, seed: int) -> dict[str, float]:
     """Ratios with their intervals; spread is the interquartile range of the ratio to the base."""
-    metrics = {"step_seconds": float(np.median(seconds[method]))}
+    median = float(np.median(seconds[method]))
+    metrics = {"step_seconds": median, "tokens_per_second": tokens / median}
     for baseline, name in ((BASE, "step_ratio_to_base"), (LORA, "step_ratio_to_lora")):
         if baseline in seconds:
             metrics |= ratio_metrics(name, seconds[method], seconds[baseline], seed)
@@ -190,9 +191,10 @@ def step_metrics(seconds: dict[str, np.ndarray], method: str, seed: int) -> dict
 
 
 def table(runs: list[dict]) -> str:
-    header = ["contender", "trainable", "step, s", "ratio to base", "ratio to LoRA"]
+    header = ["contender", "trainable", "step, s", "tokens / s", "ratio to base", "ratio to LoRA"]
     rows = [
-        [run["method"], f"{run['trainable_parameters']:,}", tables.number(run["metrics"]["step_seconds"])]
+        [run["method"], f"{run['trainable_parameters']:,}"]
+        + [tables.number(run["metrics"][name]) for name in ("step_seconds", "tokens_per_second")]
         + [ratio_cell(run["metrics"], name) for name in ("step_ratio_to_base", "step_ratio_to_lora")]
         for run in runs
     ]
