@@ -37,7 +37,7 @@ class SparsityArguments:
     dtype: str = field(default="float32", metadata={"help": f"data type: {', '.join(DTYPES)}"})
     text: str = field(default="", metadata={"help": "text file; default: the help topics of Python"})
     thresholds: list[float] = field(
-        default_factory=lambda: [0.0, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2], metadata={"help": "xi, the same in all heads"}
+        default_factory=lambda: [0.0, 3e-5, 1e-4, 3e-4, 1e-3], metadata={"help": "xi, the same in all heads"}
     )
     length: int = field(default=2048, metadata={"help": "tokens per window"})
     windows: int = field(default=4, metadata={"help": "windows of the text, end to end from its start"})
