@@ -36,7 +36,11 @@ from transformers import PreTrainedTokenizerBase
 
 import hf_sparsecoding  # noqa: F401  registers the adapter with peft
 from hf_sparsecoding.evaluation import commonsense as protocols
-from hf_sparsecoding.evaluation.commonsense_statistics import accuracies, against_base
+from hf_sparsecoding.evaluation.commonsense_statistics import (
+    accuracies,
+    against_base,
+    most_frequent_label,
+)
 from hf_sparsecoding.reports import plots, results
 from hf_sparsecoding.reports.accuracy_bars import accuracy_bars
 from hf_sparsecoding.reports.tables import accuracy_table
@@ -48,6 +52,7 @@ from hf_sparsecoding.training.runs import device_name
 
 
 BASE = "base"
+CONSTANT = "most frequent label"  # a row for comparison: what knowing nothing but the labels' frequencies gives
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -111,8 +116,7 @@ class Questions(NamedTuple):
 
 def find_candidates(arguments: EvaluateArguments, model: str) -> list[Candidate]:
     """The base model and all adapters; what is wrong with their folders is found here."""
-    base = {"method": BASE, "seed": 0, "trainable_parameters": 0, "samples": 0, "settings": {}}
-    found = {BASE: Candidate(BASE, None, base)}
+    found = {BASE: untrained(BASE)}
     for folder in map(Path, arguments.adapters):
         for file in (WEIGHTS, CONFIG):
             if not (folder / file).is_file():
@@ -129,6 +133,11 @@ def find_candidates(arguments: EvaluateArguments, model: str) -> list[Candidate]
             raise ValueError(f"{folder} and {found[name].folder} are both {name}; evaluate them one by one")
         found[name] = Candidate(name, folder, run)
     return list(found.values())
+
+
+def untrained(name: str) -> Candidate:
+    run = {"method": name, "seed": 0, "trainable_parameters": 0, "samples": 0, "settings": {}}
+    return Candidate(name, None, run)
 
 
 def same_model(one: str, other: str) -> bool:
@@ -253,7 +262,9 @@ def evaluate(arguments: EvaluateArguments) -> dict:
         answers[candidate.name][protocol][task] = found
         if accelerator.is_main_process:
             results.write_text(path, json.dumps({"settings": settings, "answers": found}, indent=1))
-    runs = [make_run(arguments, model, candidate, answers, questions) for candidate in candidates]
+    answers[CONSTANT] = most_frequent_label(answers[BASE])
+    rows = [untrained(CONSTANT), *candidates]
+    runs = [make_run(arguments, model, candidate, answers, questions) for candidate in rows]
     device = accelerator.device
     found = results.new(arguments.experiment, runs, device=device_name(device))
     if accelerator.is_main_process:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,6 +58,18 @@ def accuracies(answers: Answers) -> Accuracies:
             found.intervals[f"{stem}_{task}"] = wilson(share, items[task])
             found.items[f"{stem}_{task}"] = items[task]
     return found
+
+
+def most_frequent_label(answers: Answers) -> Answers:
+    """Answers of who always gives the label that is right most often among a task's items, for comparison."""
+    constant = {}
+    for protocol, tasks in answers.items():
+        constant[protocol] = {}
+        for task, items in tasks.items():
+            label, _ = Counter(item["label"] for item in items).most_common(1)[0]
+            rights = [item["label"] == label for item in items]
+            constant[protocol][task] = [{"chosen": label, "right": right, "plain_right": right} for right in rights]
+    return constant
 
 
 def mcnemar(gained: int, lost: int) -> float:

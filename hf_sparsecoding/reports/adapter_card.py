@@ -75,7 +75,10 @@ def choose_run(results: dict, config: dict, method: str = "", seed: int | None =
     runs = [
         run
         for run in results["runs"]
-        if run["method"] != BASE and method in ("", run["method"]) and seed in (None, run["seed"])
+        if run["method"] != BASE
+        and run["trainable_parameters"]  # other rows for comparison have none either
+        and method in ("", run["method"])
+        and seed in (None, run["seed"])
     ]
     if len(runs) != 1:
         known = ", ".join(f"{run['method']} (seed {run['seed']})" for run in runs or results["runs"])

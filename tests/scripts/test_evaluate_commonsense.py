@@ -36,6 +36,9 @@ def folders(tmp_path_factory):
     }
 
 
+CONSTANT = script.CONSTANT
+
+
 def flags(folders, output, **changes):
     values = {
         **folders,
@@ -65,7 +68,7 @@ def test_all_forms_and_protocols(folders, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert results.load(tmp_path / "results.json")["experiment"] == "tiny"
     runs = runs_of(tmp_path)
-    assert list(runs) == ["base", "lags", "lora"]
+    assert list(runs) == [CONSTANT, "base", "lags", "lora"]
     stems = [*protocols.PROTOCOLS, "plain_likelihood", "generation_unanswered"]
     names = {f"{stem}_{task}" for stem in stems for task in (*tasks, "mean")}
     assert runs["base"]["metrics"].keys() == names
@@ -83,6 +86,9 @@ def test_all_forms_and_protocols(folders, tmp_path, capsys):
     for protocol in protocols.PROTOCOLS:
         assert (tmp_path / f"{protocol}.png").stat().st_size > 5000
         assert f"| {protocol.replace('_', ' ')} " in printed
+    labels = [answer["label"] for answer in answers]
+    assert runs[CONSTANT]["metrics"]["label_likelihood_piqa"] == max(labels.count(label) for label in labels) / 3
+    assert runs[CONSTANT]["metrics"].keys() == names
     compared = lora["against_base"]
     assert 0 < compared["likelihood_boolq"]["p"] <= 1
     assert compared["likelihood_mean"]["low"] <= compared["likelihood_mean"]["high"]
@@ -90,7 +96,7 @@ def test_all_forms_and_protocols(folders, tmp_path, capsys):
 
 def test_answers_are_kept(folders, tmp_path, monkeypatch, capsys):
     script.main(flags(folders, tmp_path, adapters=[]))
-    assert list(runs_of(tmp_path)) == ["base"]
+    assert list(runs_of(tmp_path)) == [CONSTANT, "base"]
     asked = []
     monkeypatch.setattr(script, "load", lambda *a, _load=script.load: asked.append(a[1].name) or _load(*a))
     script.main(flags(folders, tmp_path))
@@ -143,7 +149,7 @@ def test_killed_evaluation_goes_on(folders, tmp_path, monkeypatch):
     assert sorted(kept) == ["arc_easy-generation.json", "boolq-generation.json"]
     script.main(flags(folders, tmp_path))
     assert kept == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "base").iterdir()}
-    assert list(runs_of(tmp_path)) == ["base", "lags", "lora"]
+    assert list(runs_of(tmp_path)) == [CONSTANT, "base", "lags", "lora"]
 
 
 def test_two_processes_give_the_answers_of_one(folders, tmp_path):
