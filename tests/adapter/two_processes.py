@@ -34,6 +34,10 @@ def main(folder: str) -> None:
     state = train(model, [ids[2 * rank : 2 * rank + 2] for ids in batches()], accelerator.backward)
     record = {"wrapper": type(model).__name__, "num_processes": accelerator.num_processes, "state": state}
     torch.save(record, f"{folder}/rank{rank}.pt")
+    # DDP's reducer must not hold the last reference to the process group: it would join gloo's threads while it holds
+    # the GIL, which one of them may be waiting for
+    del model
+    accelerator.free_memory()
     accelerator.end_training()
 
 
