@@ -56,7 +56,7 @@ def test_adapter_run_writes_every_contender(small, tmp_path, capsys):
 
 def test_any_peft_config_without_lora(small):
     config = '{"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []}'
-    base, other = main(small(method=[config]))["runs"]
+    base, other = main(small(method=[config], dtype=["float32"]))["runs"]
     assert (other["settings"]["adapter"], other["trainable_parameters"]) == ("ia3", 2 * 16)
     assert "step_ratio_to_lora" not in base["metrics"]
 
