@@ -20,7 +20,7 @@ coefficients holds any. With peak memory. On a GPU it takes the kernels in bfloa
 FlashAttention, FlexAttention and, if they are installed, AdaSplash (adasplash) and native sparse attention
 (flash-linear-attention); contenders that are absent are named:
 
-    python scripts/benchmark.py --suite attention                     # under ten minutes on one GPU, half of it tuning
+    python scripts/benchmark.py --suite attention                     # the first call of each kernel tunes it
 
 A ratio is taken within each round and reported as the median over rounds with a bootstrapped 95 % interval.
 """

@@ -32,8 +32,8 @@ class SparseDecoderConfig(PreTrainedConfig):
         head_dim: Size of queries, keys and values per head. None: hidden_size / num_attention_heads.
         rope_theta: Base of the rotary frequencies.
         relative_buckets, relative_distance: Buckets of "relative", and the distance from which all share the last one.
-        initializer_range: Standard deviation of the embeddings of tokens and positions at the start. With large ones
-            AdamW needs many steps to turn them: at 1, addition is not learned in 500 steps, at 0.02 it is.
+        initializer_range: Standard deviation of the embeddings of tokens and positions at the start. AdamW
+            needs many steps to turn large ones.
     """
 
     model_type = "sparse_decoder"

@@ -1,7 +1,8 @@
 """Block sizes, warps and stages that the autotuner may try for a problem.
 
-The table holds what compiles without spilling a register on sm_90 (`scripts/compile_kernels.py` reports it); what does
-not fit into the shared memory of the GPU at hand is left out.
+For numbers of two bytes and heads of up to 128 the table holds what compiles without spilling a register on sm_90, as
+`scripts/compile_kernels.py` reports it; the rest is smaller, and not all of it has been compiled. What does not fit
+into the shared memory of the GPU at hand is left out.
 """
 
 from collections.abc import Sequence
