@@ -5,8 +5,9 @@
 
 The file names the `command` (a script that takes --method, --seed and --output_dir and writes results.json there), the
 `common` arguments, the `methods` with the arguments of each, the `seeds`, an `experiment` and an `output_dir`. Started
-again after an interruption, finished runs are skipped and the others go on from their own checkpoints. A run that
-fails stops no other; the exit status is then 1.
+again after an interruption, finished runs are skipped and the others go on from their own checkpoints (--gather_only
+starts none, and writes the results.json of those that are finished). A run that fails stops no other; the exit status
+is then 1.
 
 A `grid` of arguments with lists of values makes a method of every combination, for each of `methods` or without them.
 """
@@ -216,7 +217,7 @@ def gather(sweep: Sweep, jobs: list[Job], path: Path, earlier: dict[str, dict]) 
     if not parts:
         return None
     order = list(sweep.methods)
-    merged = results.merge(sweep.experiment, parts, results.command_line())
+    merged = results.merge(sweep.experiment, parts, results.command_line().replace(" --gather_only", ""))
     merged["runs"].sort(key=lambda run: (order.index(run["method"]), run["seed"]))
     for runs in results.by_method(merged).values():
         for run in runs:
@@ -239,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="override common arguments")
     parser.add_argument("--output_dir", help="override the file's output_dir")
     parser.add_argument("--results", help="where the gathered results.json goes; default: in output_dir")
+    parser.add_argument("--gather_only", action="store_true", help="start nothing, gather the runs that are finished")
     arguments = parser.parse_args(argv)
     if arguments.jobs < 1 or arguments.threads < 1:
         parser.error(f"--jobs and --threads must be at least 1, got {arguments.jobs} and {arguments.threads}")
@@ -250,9 +252,11 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{len(jobs)} runs, {len(jobs) - len(waiting)} of them finished before")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_on_signal)
-    failed = run_jobs(waiting, arguments.jobs, arguments.threads, len(jobs))
+    failed = [] if arguments.gather_only else run_jobs(waiting, arguments.jobs, arguments.threads, len(jobs))
     merged = gather(sweep, jobs, path, earlier)
-    if merged is not None:
+    if merged is None:
+        print(f"no run is finished, {path} is not written")
+    else:
         names = list(merged["runs"][0]["metrics"])
         shown = [name for name in names if all(name in run["metrics"] for run in merged["runs"])]
         print(tables.method_table(merged, [name for name in shown if not is_detail(name, shown)]))

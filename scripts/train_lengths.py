@@ -91,6 +91,8 @@ class ModelArguments:
     intermediate_size: int = field(default=256, metadata={"help": "width of the MLP"})
     num_hidden_layers: int = field(default=1, metadata={"help": "layers"})
     num_attention_heads: int = field(default=4, metadata={"help": "heads"})
+    head_dim: int = field(default=32, metadata={"help": "size of queries, keys and values per head"})
+    initializer_range: float = field(default=0.02, metadata={"help": "initial standard deviation of the embeddings"})
 
 
 def make_task(arguments: LengthArguments) -> tasks.SequenceTask:

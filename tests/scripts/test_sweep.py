@@ -107,6 +107,19 @@ def test_a_method_that_lacks_seeds_says_so(config):
     assert notes == {("a", "1 of the 2 seeds so far"), ("b", None)}
 
 
+def test_gathering_without_a_run(config, capsys, monkeypatch):
+    argv = [config(seeds=[0]), "--gather_only", "--results", "toy.json"]
+    assert sweep.main(argv) == 0
+    assert "no run is finished, toy.json is not written" in capsys.readouterr().out
+    assert sweep.main([config(seeds=[0], methods={"a b": {}})]) == 0
+    monkeypatch.setattr(sys, "argv", ["scripts/sweep.py", *argv])
+    assert sweep.main(argv) == 0
+    gathered = results.load("toy.json")
+    assert [run["method"] for run in gathered["runs"]] == ["a b"]
+    assert gathered["command"] == "python scripts/sweep.py sweep.yaml --results toy.json"
+    assert not Path("out/c").exists()
+
+
 def test_failures_are_listed_and_tried_again(config, capsys):
     failing = config(methods={"a": {"fail": 1}, "c": {}})
     assert sweep.main([failing, "--jobs", "2"]) == 1

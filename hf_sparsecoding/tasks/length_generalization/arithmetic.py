@@ -33,25 +33,42 @@ class Addition(SequenceTask):
     >>> task.decode(example["labels"])  # of the response only
     '2001'
 
-    Options: see `SequenceTask`.
+    >>> task = Addition(pad_operands=True, couple_ends=True)
+    >>> example = task.dataset(11, "test", seed=0)[10]
+    >>> task.decode(example["inputs"])
+    '0060+0942=2001'
+    >>> example["position_ids"]
+    [21, 20, 19, 18, 17, 16, 20, 19, 18, 17, 16, 17, 18, 19, 20, 21]
+
+    Args:
+        pad_operands: Write one more zero in front of both operands, so that they are as long as the response and its
+            last digit, the carry, has digits of its id as well.
+
+    Other options: see `SequenceTask`.
     """
+
+    pad_operands: bool = False
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
         return (*SPECIAL, *DIGITS, "+", "=")
 
     def _sizes(self, length: int) -> Sizes:
-        return Sizes(prompt=2 * length + 2, response=length + 1, ids=length + 2)
+        prompt = 2 * (length + self.pad_operands) + 2
+        return Sizes(prompt=prompt, response=length + 1, ids=length + 2, end=length + 2)
 
     def _draw(self, length: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        first, second = rng.integers(10, size=(2, n, length))
+        operands = rng.integers(10, size=(2, n, length))
         sums = np.zeros((n, length + 1), dtype=np.int64)
-        sums[:, :length] = (first + second)[:, ::-1]
-        return written(first, second, carried(sums))
+        sums[:, :length] = operands.sum(axis=0)[:, ::-1]
+        if self.pad_operands:
+            operands = np.pad(operands, ((0, 0), (0, 0), (1, 0)))
+        return written(*operands, carried(sums))
 
     def _answer(self, prompt: list[str]) -> list[str]:
         first, second = "".join(prompt).removesuffix("=").split("+")
-        return list(str(int(first) + int(second)).zfill(len(first) + 1)[::-1])
+        digits = len(first) + 1 - self.pad_operands
+        return list(str(int(first) + int(second)).zfill(digits)[::-1])
 
 
 @dataclass(frozen=True)
@@ -89,7 +106,7 @@ class Multiplication(SequenceTask):
 
     def _sizes(self, length: int) -> Sizes:
         digits = length + self.factor_digits
-        return Sizes(prompt=digits + 2, response=digits, ids=digits + 1)
+        return Sizes(prompt=digits + 2, response=digits, ids=digits + 1, end=digits + 1)
 
     def _draw(self, length: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         first = rng.integers(10, size=(n, length))

@@ -40,11 +40,13 @@ class Sizes(NamedTuple):
     prompt: Tokens of the prompt.
     response: Tokens of the longest response.
     ids: How many coupled ids there are: the start s uses s to s + ids - 1.
+    end: The id, for s = 0, that the structure would give to what follows the response: one of its neighbours.
     """
 
     prompt: int
     response: int
     ids: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ class SequenceTask(ABC):
     "coupled" ids follow the structure of the task: tokens that belong together share an id, counted from a start s.
     "absolute" ids are s, s + 1, s + 2, ... over prompt and response, for comparison. Either way s is drawn anew for
     every problem, in all splits, uniformly from those with which no id exceeds `max_position`: so problems of any
-    length train all ids. BOS, EOS and padding have id 0.
+    length train all ids. Padding has id 0, and so have BOS and EOS.
+
+    That the response is over, a model then has to see from an id that no token of the prompt has. With `couple_ends`
+    it finds BOS there: BOS and EOS share the coupled id that would come next.
 
     Splits: "train" and "test" draw the length uniformly from `train_lengths`, "ood" from `test_lengths`, and then a
     problem of that length. Splits, seeds and shards have random streams of their own; but there are only few problems
@@ -65,12 +70,17 @@ class SequenceTask(ABC):
         test_lengths: Lengths to evaluate on, one by one with `examples_of_length`; they must fit as well.
         max_position: Greatest position id.
         positions: "coupled" or "absolute".
+        couple_ends: Give BOS and EOS a coupled id too. No effect on "absolute" ids.
+        cyclic: Let 1 follow `max_position`, so that s may be any id and all ids are trained alike. Without it, those
+            near either end rarely belong to a symbol of the prompt in training, and often in long problems.
     """
 
     train_lengths: tuple[int, int] = (1, 10)
     test_lengths: tuple[int, ...] = (10, 15, 20)
     max_position: int = 32
     positions: str = "coupled"
+    couple_ends: bool = False
+    cyclic: bool = False
 
     separator: ClassVar[str] = ""  # between the tokens of a text
 
@@ -121,7 +131,9 @@ class SequenceTask(ABC):
 
     def _ids(self, length: int) -> int:
         sizes = self._sizes(length)
-        return sizes.ids if self.positions == "coupled" else sizes.prompt + sizes.response
+        if self.positions == "absolute":
+            return sizes.prompt + sizes.response
+        return sizes.ids + self.couple_ends
 
     def examples(self, start: int, count: int, split: str, seed: int) -> dict[str, Int[np.ndarray, "count ..."]]:
         """Problems `start` to `start + count - 1` of a split, padded on the right to the longest of them.
@@ -161,7 +173,7 @@ class SequenceTask(ABC):
         length = np.sort(np.array(lengths)[rng.integers(len(lengths), size=n)])
         longest = self._sizes(max(lengths))
         tokens, ids = np.full((2, n, longest.prompt + longest.response + 2), PAD)
-        prompts, needed = np.empty((2, n, 1), dtype=np.int64)
+        prompts, needed, ends = np.empty((3, n, 1), dtype=np.int64)
         tokens[:, 0] = BOS
         for one, count in zip(*np.unique(length, return_counts=True), strict=True):
             rows = slice(*np.searchsorted(length, [one, one + 1]))
@@ -169,11 +181,23 @@ class SequenceTask(ABC):
             places = slice(1, 1 + drawn.shape[1])
             tokens[rows, places] = drawn
             ids[rows, places] = offsets if self.positions == "coupled" else np.arange(drawn.shape[1])
-            prompts[rows], needed[rows] = self._sizes(one).prompt, self._ids(one)
-        ids = np.where(tokens > BOS, ids + rng.integers(1, self.max_position - needed + 2), 0)
-        np.put_along_axis(tokens, (tokens != PAD).sum(axis=1, keepdims=True), EOS, axis=1)
+            prompt, _, _, end = self._sizes(one)
+            prompts[rows], needed[rows], ends[rows] = prompt, self._ids(one), end
+        sizes = (tokens != PAD).sum(axis=1, keepdims=True)
+        np.put_along_axis(tokens, sizes, EOS, axis=1)
+        coupled_ends = self.couple_ends and self.positions == "coupled"
+        if coupled_ends:
+            ids[:, :1] = ends
+            np.put_along_axis(ids, sizes, ends, axis=1)
+        ids = np.where(tokens > (PAD if coupled_ends else EOS), self._started(ids, needed, rng), 0)
         order = rng.permutation(n)
         return tokens[order], ids[order], 1 + prompts[order, 0], length[order]
+
+    def _started(self, ids: Int[np.ndarray, "n S"], needed: Int[np.ndarray, "n 1"], rng: np.random.Generator):
+        """Ids for s = 0 moved to a random start; `needed`: how many there are from the lowest on."""
+        if self.cyclic:
+            return 1 + (ids + rng.integers(self.max_position, size=(len(ids), 1))) % self.max_position
+        return ids - ids.min(axis=1, keepdims=True) + rng.integers(1, self.max_position - needed + 2)
 
     def dataset(self, n: int, split: str, seed: int) -> Dataset:
         """The first `n` problems, with the columns of `examples` but without padding."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hf_sparsecoding.tasks.length_generalization import SequenceTask
+from hf_sparsecoding.tasks.length_generalization import Reversal, SequenceTask
 
 
 Solution = tuple[int, list[str], list[int], list[int]]  # length, response, ids of prompt and response for start 0
@@ -28,9 +28,15 @@ def check_examples(
         offsets = prompt_ids + response_ids if task.positions == "coupled" else list(range(end - 1))
         start = row["position_ids"][1] - offsets[0]
         ids = [start + offset for offset in offsets]
-        assert row["position_ids"] == [0, *ids] + [0] * (size - end)
-        assert min(ids) >= 1
-        assert max(ids) <= task.max_position
+        ends = []
+        if task.couple_ends and task.positions == "coupled":
+            ends = 2 * [min(ids) - 1 if isinstance(task, Reversal) else max(ids) + 1]
+        if task.cyclic:
+            ids, ends = ([(one - 1) % task.max_position + 1 for one in some] for some in (ids, ends))
+        outer = ends[0] if ends else 0
+        assert row["position_ids"] == [outer, *ids, outer] + [0] * (size - end - 1)
+        assert min(ids + ends) >= 1
+        assert max(ids + ends) <= task.max_position
         for place in range(size):
             trained = first - 1 <= place < end
             assert row["labels"][place] == (row["inputs"][place + 1] if trained else -100)

@@ -42,8 +42,21 @@ def solve(prompt: list[str]) -> Solution:
     return len(first), response, [*down[0], 0, *down[1], 0], list(range(1, len(columns) + 1))
 
 
+def solve_padded(prompt: list[str]) -> Solution:
+    """The zeros in front taken away and their ids put back."""
+    operator = prompt.index("+")
+    assert prompt[0] == prompt[operator + 1] == "0"
+    length, response, prompt_ids, ids = solve(
+        prompt[1:operator] + prompt[operator : operator + 1] + prompt[operator + 2 :]
+    )
+    return length, response, [length + 1, *prompt_ids[: length + 1], length + 1, *prompt_ids[length + 1 :]], ids
+
+
 TASKS = [
     Addition(),
+    Addition(couple_ends=True, train_lengths=(1, 6)),
+    Addition(couple_ends=True, positions="absolute", max_position=70),
+    Multiplication(factor_digits=2, couple_ends=True),
     Addition(train_lengths=(1, 1), max_position=22),
     Addition(train_lengths=(7, 13), max_position=42, positions="absolute", test_lengths=(3,)),
     Multiplication(),
@@ -59,6 +72,14 @@ def test_digits_and_ids(task, split):
     shortest, longest = task.train_lengths
     expected = set(range(shortest, longest + 1)) if split != "ood" else set(task.test_lengths)
     assert {length for length, _ in found} == expected
+
+
+@pytest.mark.parametrize("positions", ["coupled", "absolute"])
+@pytest.mark.parametrize("couple_ends", [False, True])
+def test_padded_operands(couple_ends, positions):
+    task = Addition(pad_operands=True, couple_ends=couple_ends, positions=positions, max_position=70)
+    assert len(check_examples(task, task.examples(0, 1200, "train", seed=0), solve_padded)) > 400
+    check_checker(task, task.examples(0, 50, "ood", seed=0))
 
 
 @pytest.mark.parametrize("length", [1, 2, 20])
@@ -78,6 +99,9 @@ def test_the_longest_length_that_fits():
         Addition(max_position=62, positions="absolute")
     with pytest.raises(ValueError, match="length 31 takes 33 coupled position ids, got max_position=32"):
         Addition().examples_of_length(31, 0, 1, "test", seed=0)
+    with pytest.raises(ValueError, match="length 20 takes 23 coupled position ids, got max_position=22"):
+        Addition(max_position=22, couple_ends=True)
+    assert (Addition(max_position=23, couple_ends=True).examples(0, 300, "ood", 0)["position_ids"] == 23).any()
     assert Addition(max_position=202).examples_of_length(200, 0, 1, "test", seed=0)["inputs"].shape == (1, 605)
 
 

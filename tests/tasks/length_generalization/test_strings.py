@@ -82,6 +82,14 @@ TASKS = [
     (ScratchpadParity(marked_share=0.05), solve_parity),
     (ScratchpadParity(marked_share=1), solve_parity),
     (ScratchpadParity(positions="absolute", max_position=41), solve_parity),
+    (Copy(couple_ends=True), solve_copy),
+    (Reversal(couple_ends=True), solve_reversal),
+    (PatternMatching(couple_ends=True), solve_find),
+    (PatternMatching(couple_ends=True, variant="count"), solve_count),
+    (ScratchpadParity(couple_ends=True), solve_parity),
+    (ScratchpadParity(cyclic=True), solve_parity),
+    (PatternMatching(cyclic=True, couple_ends=True), solve_find),
+    (Copy(positions="absolute", max_position=41, cyclic=True), solve_copy),
 ]
 
 
@@ -112,6 +120,32 @@ def test_starts_make_use_of_all_ids(task, solve, length):
     assert set(examples["position_ids"].ravel()) == set(range(33))
     with pytest.raises(ValueError, match="length 32 takes 33 coupled position ids, got max_position=32"):
         task.examples_of_length(32, 0, 1, "test", seed=0)
+
+
+@pytest.mark.parametrize("couple_ends", [False, True])
+@pytest.mark.parametrize(("task", "solve"), [(Copy, solve_copy), (Reversal, solve_reversal)])
+def test_cyclic_ids(task, solve, couple_ends):
+    """Every id may be the first, also in the longest problem that fits, and all are as frequent."""
+    task = task(couple_ends=couple_ends, cyclic=True)
+    for length in (13, 31 - couple_ends):
+        examples = task.examples_of_length(length, 0, 2000, "test", seed=0)
+        check_examples(task, examples, solve)
+        counts = np.bincount(examples["position_ids"].ravel(), minlength=33)[1:]
+        assert counts == pytest.approx(counts.mean(), rel=0.1)
+        assert set(examples["position_ids"][:, 1]) == set(range(1, 33))
+    with pytest.raises(ValueError, match=f"length {32 - couple_ends} takes 33 coupled position ids"):
+        task.examples_of_length(32 - couple_ends, 0, 1, "test", seed=0)
+
+
+@pytest.mark.parametrize(("task", "solve"), [(Copy, solve_copy), (Reversal, solve_reversal)])
+def test_starts_leave_room_for_the_ends(task, solve):
+    task = task(couple_ends=True)
+    examples = task.examples_of_length(13, 0, 500, "test", seed=0)
+    starts = {start for _, start in check_examples(task, examples, solve)}
+    assert len(starts) == 18  # of 32 ids a problem takes 15
+    assert set(examples["position_ids"].ravel()) == set(range(1, 33))
+    with pytest.raises(ValueError, match="length 31 takes 33 coupled position ids, got max_position=32"):
+        task.examples_of_length(31, 0, 1, "test", seed=0)
 
 
 def test_strings_are_uniform():
