@@ -187,6 +187,7 @@ def run(arguments: LengthArguments, model_arguments: ModelArguments, training: T
     )
     metrics = measure(model)
     settings |= {"num_processes": accelerator.num_processes, "train_lengths": list(task.train_lengths)}
+    settings["items"] = {name: arguments.eval_items for name in metrics if "match" in name}  # those that are shares
     method = arguments.method or f"{arguments.task}, {arguments.positions}, {model_arguments.mixer}"
     made = make_run(method, model, history, training, settings, metrics)
     if accelerator.is_main_process:

@@ -54,6 +54,7 @@ def test_run_writes_model_and_results(tmp_path):
     names = {f"{name}_{at}" for name in ("exact_match", "id_match", "concentration") for at in (3, 4, 6, "2x")}
     assert names | {"train_loss", "step_seconds"} == set(run["metrics"])
     assert run["metrics"]["id_match_2x"] == run["metrics"]["id_match_6"]
+    assert run["settings"]["items"] == {name: 12 for name in run["metrics"] if "_match_" in name}
     assert [entry["samples"] for entry in run["history"]] == [24, 48]
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == run["trainable_parameters"]
 
