@@ -6,6 +6,8 @@ METHOD are names of the folder's results.json:
     {{run}}                                   command, date, versions, machine
     {{commands}}                              the command of every run, where a sweep made them
     {{table METRIC ... [vs=METHOD]}}          one row per method; with vs, differences from that one
+    {{cross PREFIX METRIC}}                   rows and columns of the methods named "PREFIX, ROW, COLUMN"
+    {{difference METHOD METHOD METRIC}}       the first minus the second, with its 95 % interval
     {{accuracies PROTOCOL}}                   commonsense accuracies by task, with intervals and tests
     {{value METHOD METRIC}}                   mean ± spread of one metric
     {{matrix TABLE}}, {{refusals}}            the compatibility matrix, and what cannot be adapted
@@ -25,7 +27,7 @@ from pathlib import Path
 
 from . import results as results_io
 from .compatibility import matrix, refusals
-from .tables import accuracy_table, method_table, metric_values, notes, with_spread
+from .tables import accuracy_table, compare, cross_table, method_table, metric_values, notes, with_spread
 
 
 TEMPLATE, CARD, RESULTS = "card.md", "README.md", "results.json"
@@ -93,6 +95,23 @@ def _table(folder: Path, results: dict, arguments: list[str]) -> str:
     return method_table(results, metrics or shared, baselines[0] if baselines else None)
 
 
+def _cross(folder: Path, results: dict, arguments: list[str]) -> str:
+    if len(arguments) != 2:
+        raise ValueError(f"cross needs PREFIX METRIC, got {arguments}")
+    return cross_table(results, *arguments)
+
+
+def _difference(folder: Path, results: dict, arguments: list[str]) -> str:
+    if len(arguments) != 3:
+        raise ValueError(f"difference needs METHOD METHOD METRIC, got {arguments}")
+    methods = results_io.by_method(results)
+    *names, metric = arguments
+    for name in names:
+        if not metric_values(methods.get(name, []), metric):
+            raise ValueError(f"no metric {metric!r} of method {name!r}; methods: {', '.join(methods)}")
+    return compare(*(methods[name] for name in names), metric)
+
+
 def _accuracies(folder: Path, results: dict, arguments: list[str]) -> str:
     if len(arguments) != 1:
         raise ValueError(f"accuracies needs one PROTOCOL, got {arguments}")
@@ -129,6 +148,8 @@ DIRECTIVES = {
     "run": _run,
     "commands": _commands,
     "table": _table,
+    "cross": _cross,
+    "difference": _difference,
     "accuracies": _accuracies,
     "value": _value,
     "matrix": matrix,

@@ -81,16 +81,35 @@ def method_table(results: dict, metrics: Sequence[str], baseline: str | None = N
         row = [method, " / ".join(f"{count:,}" for count in trainable), len({run["seed"] for run in runs})]
         row += [with_spread(metric_values(runs, metric)) for metric in metrics]
         if baseline:
-            row.append(MISSING if method == baseline else _compare(runs, methods[baseline], compared))
+            row.append(MISSING if method == baseline else compare(runs, methods[baseline], compared))
         rows.append(row)
     return table(header, rows)
+
+
+def cross_table(results: dict, prefix: str, metric: str) -> str:
+    """The methods named "PREFIX, ROW, COLUMN" as rows and columns, with mean ± spread of a metric.
+
+    A row or column that a sweep's grid named, "mixer=softmax", stands there with its value.
+    """
+    cells: dict[tuple[str, str], list[float]] = {}
+    for method, runs in by_method(results).items():
+        name, *places = method.split(", ")
+        if name == prefix and len(places) == 2:
+            row, column = (place.rpartition("=")[2] for place in places)
+            cells[row, column] = metric_values(runs, metric)
+    if not any(cells.values()):
+        raise ValueError(f'no method of {results["experiment"]} named "{prefix}, ROW, COLUMN" has {metric!r}')
+    rows, columns = (list(dict.fromkeys(key[side] for key in cells)) for side in (0, 1))
+    filled = [[row, *(with_spread(cells.get((row, column), [])) for column in columns)] for row in rows]
+    return table([f"{prefix}, {metric}", *columns], filled)
 
 
 def _differs(methods: dict[str, list[dict]], metric: str) -> bool:
     return len({value for runs in methods.values() for value in metric_values(runs, metric)}) > 1
 
 
-def _compare(runs: list[dict], baseline: list[dict], metric: str) -> str:
+def compare(runs: list[dict], baseline: list[dict], metric: str) -> str:
+    """The difference of a metric's means with its 95 % interval; "n.s." where that holds 0."""
     values, reference = metric_values(runs, metric), metric_values(baseline, metric)
     if not values or not reference:
         return MISSING

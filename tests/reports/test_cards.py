@@ -50,6 +50,21 @@ def test_names_with_spaces_stand_in_quotes(tmp_path):
     assert "accuracy_after vs few, more" in card
 
 
+def test_rows_and_columns(tmp_path):
+    runs = [example_run("sum, p=none, k=1", seed, 0.1 * seed) for seed in (1, 2, 3)]
+    runs += [example_run("sum, p=rope, k=2"), example_run("sum, p=rope, k=1", metrics={"other": 1.0})]
+    runs += [example_run("other, p=none, k=1"), example_run("sum, none")]
+    card = render_card(make_folder(tmp_path, "{{cross sum accuracy_after}}\n", runs=runs))
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in card.splitlines()]
+    assert cells[0] == ["sum, accuracy_after", "1", "2"]
+    assert cells[2:] == [["none", "0.200 ± 0.100", "-"], ["rope", "-", "0.720"]]
+
+
+def test_a_difference(tmp_path):
+    card = render_card(make_folder(tmp_path, "{{difference few control accuracy_after}}"))
+    assert card.startswith("+0.310 [+0.2")
+
+
 def test_accuracies_of_the_tasks(tmp_path):
     settings = {
         "items": {"generation_mean": 8},
@@ -71,6 +86,10 @@ def test_accuracies_of_the_tasks(tmp_path):
         ("{{accuracies}}", "accuracies needs one PROTOCOL"),
         ("{{tabel}}", r"card\.md: unknown directive 'tabel'; known: accuracies"),
         ("{{table score}}", r"card\.md: \{\{table score\}\}: no run of toy has the metric 'score'"),
+        ("{{cross few}}", "cross needs PREFIX METRIC, got"),
+        ("{{cross few score}}", "no method of toy named \"few, ROW, COLUMN\" has 'score'"),
+        ("{{difference few control}}", "difference needs METHOD METHOD METRIC"),
+        ("{{difference few other accuracy_after}}", "no metric 'accuracy_after' of method 'other'; methods: few"),
         ("{{value few}}", "value needs METHOD METRIC"),
         ("{{value few score}}", "no metric 'score' of method 'few'; methods: few, control"),
     ],
