@@ -130,15 +130,18 @@ def test_learns_to_add_single_digits(tmp_path):
 
 
 def test_published_configs_give_models():
-    jobs = sweep.make_jobs(sweep.read_sweep(str(CONFIGS / "sweep.yaml"), [], None))
+    sweeps = [
+        sweep.read_sweep(str(CONFIGS / name), [], None)
+        for name in ("sweep.yaml", "planted.yaml", "addition_sweep.yaml")
+    ]
+    jobs = [job for one in sweeps for job in sweep.make_jobs(one)]
     commands = [job.command[1:] for job in jobs] + [["--config", str(CONFIGS / "addition.yaml")]]
     sizes = {}
     for command in commands:
         arguments, model_arguments, _ = parse([LengthArguments, ModelArguments, TrainingArguments], command, "")
         model = make_model(make_task(arguments), arguments, model_arguments)
-        sizes.setdefault((arguments.task, arguments.positions, model.config.num_hidden_layers), set()).add(
-            model.num_parameters()
-        )
+        shape = model.config.num_hidden_layers, model.config.head_dim
+        sizes.setdefault((arguments.task, arguments.positions, *shape), set()).add(model.num_parameters())
     assert all(len(found) == 1 for found in sizes.values()), "mixers of one table have equal parameters"
 
 
