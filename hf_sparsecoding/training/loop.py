@@ -132,9 +132,14 @@ def train(
             accelerator.log({"loss": value, "learning_rate": run.learning_rate, **metrics}, step=done)
         if arguments.checkpoint_every and (done % arguments.checkpoint_every == 0 or done == arguments.steps):
             run.save()
+    result = run.result
+    # the wrapper of several processes must be gone before the process group: if its reducer holds the last reference
+    # to gloo's group at the end of the program, torch 2.13 waits there for a thread that waits for it
+    del run
+    accelerator.free_memory()
     if owned:
         accelerator.end_training()
-    return run.result
+    return result
 
 
 def _flat(values: dict) -> dict:
