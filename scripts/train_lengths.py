@@ -91,7 +91,7 @@ class ModelArguments:
     intermediate_size: int = field(default=256, metadata={"help": "width of the MLP"})
     num_hidden_layers: int = field(default=1, metadata={"help": "layers"})
     num_attention_heads: int = field(default=4, metadata={"help": "heads"})
-    head_dim: int = field(default=32, metadata={"help": "size of queries, keys and values per head"})
+    head_dim: int = field(default=0, metadata={"help": "size of a head's queries; 0: hidden_size / heads"})
     initializer_range: float = field(default=0.02, metadata={"help": "initial standard deviation of the embeddings"})
 
 
@@ -105,7 +105,7 @@ def make_model(
     task: tasks.SequenceTask, arguments: LengthArguments, model_arguments: ModelArguments
 ) -> SparseDecoderForCausalLM:
     config = SparseDecoderConfig(
-        **asdict(model_arguments),
+        **{**asdict(model_arguments), "head_dim": model_arguments.head_dim or None},
         vocab_size=len(task.vocabulary),
         max_position=task.max_position,
         positions=POSITIONS[arguments.positions][0],

@@ -140,7 +140,7 @@ def test_published_configs_give_models():
     for command in commands:
         arguments, model_arguments, _ = parse([LengthArguments, ModelArguments, TrainingArguments], command, "")
         model = make_model(make_task(arguments), arguments, model_arguments)
-        shape = model.config.num_hidden_layers, model.config.head_dim
+        shape = model.config.hidden_size, model.config.num_hidden_layers, model.config.head_dim
         sizes.setdefault((arguments.task, arguments.positions, *shape), set()).add(model.num_parameters())
     assert all(len(found) == 1 for found in sizes.values()), "mixers of one table have equal parameters"
 

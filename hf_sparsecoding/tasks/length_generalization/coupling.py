@@ -142,7 +142,7 @@ class SequenceTask(ABC):
             `inputs` [count, T]: token ids of the whole sequence, from BOS to EOS and padding.
             `position_ids` [count, T].
             `labels` [count, T]: at each token the next one, where that is part of the response or its EOS; else -100.
-            `position_labels` [count, T]: at the same tokens the next position id, 0 for EOS; else -100.
+            `position_labels` [count, T]: at the same tokens the next position id, EOS's included; else -100.
             `response_start` [count]: index of the first token of the response; the prompt, with BOS, ends before it.
             `length` [count]: length of the problem.
         """
@@ -193,7 +193,9 @@ class SequenceTask(ABC):
         order = rng.permutation(n)
         return tokens[order], ids[order], 1 + prompts[order, 0], length[order]
 
-    def _started(self, ids: Int[np.ndarray, "n S"], needed: Int[np.ndarray, "n 1"], rng: np.random.Generator):
+    def _started(
+        self, ids: Int[np.ndarray, "n S"], needed: Int[np.ndarray, "n 1"], rng: np.random.Generator
+    ) -> Int[np.ndarray, "n S"]:
         """Ids for s = 0 moved to a random start; `needed`: how many there are from the lowest on."""
         if self.cyclic:
             return 1 + (ids + rng.integers(self.max_position, size=(len(ids), 1))) % self.max_position
