@@ -91,7 +91,20 @@ class Job:
                 f"{self.folder} holds results of another command ({shlex.join(recorded or ['unknown'])}); delete the "
                 "folder or choose another output_dir"
             )
+        if changed := self.changed_since(results.load(self.folder / results.FILE)["runs"][0]):
+            raise ValueError(
+                f"{self.folder} holds results from before {', '.join(changed)} changed in the --config file; delete "
+                "the folder or choose another output_dir"
+            )
         return True
+
+    def changed_since(self, run: dict) -> list[str]:
+        """Settings of an earlier run of this command that its --config file gives other values today."""
+        if "--config" not in self.command:
+            return []
+        values, settings = read_mapping(self.command[self.command.index("--config") + 1]), run["settings"]
+        used = [name for name in values if name in settings and f"--{name}" not in self.command]
+        return [name for name in used if not same(values[name], settings[name])]
 
     def start(self, threads: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -112,6 +125,15 @@ class Job:
         # a progress bar rewrites its line after a carriage return: keep what it last showed
         lines = [line.split("\r")[-1] for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
+
+
+def same(value: object, setting: object) -> bool:
+    """Whether a value of a YAML file, where 1e-3 is text, is a setting, where mappings are JSON text."""
+    if isinstance(value, dict | list) and isinstance(setting, str):
+        return value == json.loads(setting)
+    if isinstance(value, str) and isinstance(setting, int | float):
+        return float(value) == setting
+    return value == setting
 
 
 def read_sweep(path: str, overrides: list[str], output_dir: str | None) -> Sweep:
@@ -198,13 +220,14 @@ def stop(jobs: list[Job]) -> None:
 
 
 def gathered_before(path: Path, jobs: list[Job]) -> dict[str, dict]:
-    """Results by job name of the runs in an earlier gathered file that the same commands made."""
+    """Results by job name of the runs in an earlier gathered file that today's commands and --config files made."""
     if not path.is_file():
         return {}
     saved = results.load(path)
     runs = {run.get("command"): run for run in saved["runs"]}
     commands = {job.name: shlex.join(["python", *job.command]) for job in jobs}
-    return {name: {**saved, "runs": [runs[command]]} for name, command in commands.items() if command in runs}
+    known = [(job, runs[commands[job.name]]) for job in jobs if commands[job.name] in runs]
+    return {job.name: {**saved, "runs": [run]} for job, run in known if not job.changed_since(run)}
 
 
 def gather(sweep: Sweep, jobs: list[Job], path: Path, earlier: dict[str, dict]) -> dict | None:

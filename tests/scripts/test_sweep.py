@@ -27,7 +27,8 @@ if "--sleep" in arguments:
     (folder / "pid").write_text(str(os.getpid()))
     time.sleep(float(arguments["--sleep"]))
 run = {"method": arguments["--method"], "seed": int(arguments["--seed"]), "trainable_parameters": 3, "samples": 5,
-       "settings": {}, "metrics": {"score": float(arguments["--value"]) + int(arguments["--seed"]), "score_detail": 1}}
+       "settings": {"rate": 0.001, "options": '{"k": 2}', "value": 1},
+       "metrics": {"score": float(arguments["--value"]) + int(arguments["--seed"]), "score_detail": 1}}
 results = {"experiment": "x", "command": "python " + " ".join(sys.argv), "date": "2026-01-01", "machine": "m",
            "versions": {"torch": "1"}, "runs": [run]}
 (folder / "results.json").write_text(json.dumps(results))
@@ -99,6 +100,22 @@ def test_runs_of_an_earlier_file_are_kept(config, tmp_path):
         ("c", 0),
         ("c", 1),
     ]
+
+
+def test_runs_from_before_the_config_changed_are_not_kept(config, capsys):
+    """The command names the --config file, not what is in it."""
+    sheet = Path("rates.yaml")
+    sheet.write_text("rate: 1e-3\noptions: {k: 2}\nvalue: 7\nnot_in_settings: 1\n")  # value is a flag: overridden
+    argv = [config(common={"value": 1, "config": "rates.yaml"}), "--results", "gathered.json"]
+    assert sweep.main(argv) == 0
+    assert sweep.main(argv) == 0
+    assert "4 runs, 4 of them finished before" in capsys.readouterr().out
+    sheet.write_text("rate: 2e-3\noptions: {k: 3}\n")
+    with pytest.raises(ValueError, match=r"results from before rate, options changed in the --config file; delete"):
+        sweep.main(argv)
+    shutil.rmtree("out")
+    assert sweep.main(argv) == 0
+    assert "4 runs, 0 of them finished before" in capsys.readouterr().out
 
 
 def test_a_method_that_lacks_seeds_says_so(config):
