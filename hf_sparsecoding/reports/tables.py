@@ -9,6 +9,7 @@ from .results import by_method
 
 
 MISSING = "-"
+MOST_NAMES = 15
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -123,14 +124,21 @@ def _items(runs: list[dict], metric: str) -> int | None:
 
 
 def notes(results: dict) -> list[str]:
-    """What the runs say about themselves (cut short, smaller than it should be), once each."""
+    """What the runs say about themselves (cut short, smaller than it should be), once each.
+
+    More than `MOST_NAMES` methods that say the same are counted instead of named.
+    """
     found: dict[str, list[str]] = {}
     for run in results["runs"]:
         if note := run["settings"].get("note"):
             methods = found.setdefault(note, [])
             if run["method"] not in methods:
                 methods.append(run["method"])
-    return [f"{', '.join(methods)}: {note}" for note, methods in found.items()]
+    total = len(by_method(results))
+    return [
+        f"{', '.join(methods) if len(methods) <= MOST_NAMES else f'{len(methods)} of {total} methods'}: {note}"
+        for note, methods in found.items()
+    ]
 
 
 def accuracy_table(runs: Sequence[Mapping], stem: str, tasks: Sequence[str]) -> str:

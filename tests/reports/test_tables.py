@@ -66,3 +66,5 @@ def test_notes_are_named_once():
     runs = [example_run("a", 0, settings=cut), example_run("a", 1, settings=cut), example_run("b", 0, settings=cut)]
     assert notes(example_results(runs=runs)) == ["a, b: stopped after 50 of 200 steps"]
     assert notes(example_results()) == []
+    runs += [example_run(f"m{n}", settings={"note": "1 of 3 seeds so far"}) for n in range(16)]
+    assert notes(example_results(runs=runs))[1] == "16 of 18 methods: 1 of 3 seeds so far"
