@@ -1,8 +1,7 @@
 """Transfer along lags on a GPU: one kernel reads the outputs for all lags, another for both gradients.
 
 To be called by itself: `ops.transfer` does not choose it before it has run on a GPU. Registered as custom operators.
-Sums are float32. `TRITON_INTERPRET=1`, set before Python starts, runs the kernels on a
-CPU, slowly.
+Sums are float32. `TRITON_INTERPRET=1`, set before Python starts, runs the kernels on a CPU, slowly.
 
 B batch, H heads, T new tokens, P past tokens, N = P + T, D head dim, K contexts.
 """

@@ -32,8 +32,7 @@ class SparseDecoderConfig(PreTrainedConfig):
         head_dim: Size of queries, keys and values per head. None: hidden_size / num_attention_heads.
         rope_theta: Base of the rotary frequencies.
         relative_buckets, relative_distance: Buckets of "relative", and the distance from which all share the last one.
-        initializer_range: Standard deviation of the embeddings of tokens and positions at the start. AdamW
-            needs many steps to turn large ones.
+        initializer_range: Standard deviation of the embeddings of tokens and positions at the start.
     """
 
     model_type = "sparse_decoder"

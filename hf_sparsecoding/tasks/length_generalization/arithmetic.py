@@ -55,7 +55,7 @@ class Addition(SequenceTask):
 
     def _sizes(self, length: int) -> Sizes:
         prompt = 2 * (length + self.pad_operands) + 2
-        return Sizes(prompt=prompt, response=length + 1, ids=length + 2, end=length + 2)
+        return Sizes(prompt=prompt, response=length + 1, ids=length + 2)
 
     def _draw(self, length: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         operands = rng.integers(10, size=(2, n, length))
@@ -106,7 +106,7 @@ class Multiplication(SequenceTask):
 
     def _sizes(self, length: int) -> Sizes:
         digits = length + self.factor_digits
-        return Sizes(prompt=digits + 2, response=digits, ids=digits + 1, end=digits + 1)
+        return Sizes(prompt=digits + 2, response=digits, ids=digits + 1)
 
     def _draw(self, length: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         first = rng.integers(10, size=(n, length))

@@ -40,13 +40,11 @@ class Sizes(NamedTuple):
     prompt: Tokens of the prompt.
     response: Tokens of the longest response.
     ids: How many coupled ids there are: the start s uses s to s + ids - 1.
-    end: The id, for s = 0, that the structure would give to what follows the response: one of its neighbours.
     """
 
     prompt: int
     response: int
     ids: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -129,6 +127,10 @@ class SequenceTask(ABC):
     def _answer(self, prompt: list[str]) -> list[str]:
         """The response to a prompt, both as names of tokens: in plain Python and from nothing but the prompt."""
 
+    def _end(self, length: int) -> int:
+        """The id, for s = 0, that the structure would give to what follows the response: here the one after all."""
+        return self._sizes(length).ids
+
     def _ids(self, length: int) -> int:
         sizes = self._sizes(length)
         if self.positions == "absolute":
@@ -181,8 +183,7 @@ class SequenceTask(ABC):
             places = slice(1, 1 + drawn.shape[1])
             tokens[rows, places] = drawn
             ids[rows, places] = offsets if self.positions == "coupled" else np.arange(drawn.shape[1])
-            prompt, _, _, end = self._sizes(one)
-            prompts[rows], needed[rows], ends[rows] = prompt, self._ids(one), end
+            prompts[rows], needed[rows], ends[rows] = self._sizes(one).prompt, self._ids(one), self._end(one)
         sizes = (tokens != PAD).sum(axis=1, keepdims=True)
         np.put_along_axis(tokens, sizes, EOS, axis=1)
         coupled_ends = self.couple_ends and self.positions == "coupled"

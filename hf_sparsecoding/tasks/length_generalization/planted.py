@@ -111,7 +111,7 @@ class PlantedCorrelations(SequenceTask):
         return table.astype(np.int64)
 
     def _sizes(self, length: int) -> Sizes:
-        return Sizes(prompt=length + 1, response=1, ids=self.k + 1, end=self.k + 1)
+        return Sizes(prompt=length + 1, response=1, ids=self.k + 1)
 
     def _draw(self, length: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         places = random_places(np.full(n, self.k), length, self.k, rng)

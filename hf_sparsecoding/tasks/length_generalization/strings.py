@@ -37,7 +37,7 @@ class StringTask(SequenceTask):
         return (*SPECIAL, *ascii_lowercase[: self.symbols], "=")
 
     def _sizes(self, length: int) -> Sizes:
-        return Sizes(prompt=length + 1, response=length, ids=length + 1, end=length + 1)
+        return Sizes(prompt=length + 1, response=length, ids=length + 1)
 
     def _string(self, length: int, n: int, rng: np.random.Generator) -> Int[np.ndarray, "n L+1"]:
         """Uniform symbols, and '='."""
@@ -86,8 +86,8 @@ class Reversal(StringTask):
     Options: see `StringTask` and `SequenceTask`.
     """
 
-    def _sizes(self, length: int) -> Sizes:
-        return super()._sizes(length)._replace(end=-1)
+    def _end(self, length: int) -> int:
+        return -1  # it goes backwards
 
     def _draw(self, length: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         tokens, places = self._string(length, n, rng), np.arange(length + 1)
@@ -155,7 +155,7 @@ class PatternMatching(StringTask):
 
     def _sizes(self, length: int) -> Sizes:
         response = 1 + self.echo_key if self.variant == "find" else min(self.max_count, length)
-        return Sizes(prompt=length + 2, response=response, ids=length + 1, end=length + 1)
+        return Sizes(prompt=length + 2, response=response, ids=length + 1)
 
     def _draw(self, length: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         query = FIRST + self.symbols
@@ -219,7 +219,7 @@ class ScratchpadParity(SequenceTask):
         return (*SPECIAL, *"0123", "=", "even", "odd")
 
     def _sizes(self, length: int) -> Sizes:
-        return Sizes(prompt=length + 1, response=length, ids=length + 1, end=length + 1)
+        return Sizes(prompt=length + 1, response=length, ids=length + 1)
 
     def _draw(self, length: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         counts = np.maximum(1, rng.binomial(length, self.marked_share, size=n))

@@ -46,9 +46,7 @@ def solve_padded(prompt: list[str]) -> Solution:
     """The zeros in front taken away and their ids put back."""
     operator = prompt.index("+")
     assert prompt[0] == prompt[operator + 1] == "0"
-    length, response, prompt_ids, ids = solve(
-        prompt[1:operator] + prompt[operator : operator + 1] + prompt[operator + 2 :]
-    )
+    length, response, prompt_ids, ids = solve([*prompt[1:operator], "+", *prompt[operator + 2 :]])
     return length, response, [length + 1, *prompt_ids[: length + 1], length + 1, *prompt_ids[length + 1 :]], ids
 
 
