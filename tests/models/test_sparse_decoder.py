@@ -206,3 +206,44 @@ def test_inputs_that_do_not_fit():
     with pytest.raises(ValueError, match=r"labels must have shape \(3, 9\), got \(3, 8\)"):
         model(tokens, ids, labels=tokens[:, 1:])
     assert SparseTransformerConfig.model_type != SparseDecoderConfig.model_type
+
+
+FUSED = {"mixer": "sparse_coding", "score_norm": "none"}
+
+
+@pytest.mark.parametrize("positions", ["none", "learned", "rope"])
+@pytest.mark.parametrize("train_threshold", [False, True])
+def test_fused_attention_is_the_same_function(positions, train_threshold):
+    explicit = make_model(positions=positions, train_threshold=train_threshold, **FUSED).double()
+    fused = make_model(positions=positions, train_threshold=train_threshold, fused_attention=True, **FUSED).double()
+    tokens, ids = make_batch(2, 70)  # more than one tile
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    outputs = [model(tokens, ids, labels=tokens, attention_mask=mask) for model in (explicit, fused)]
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits)
+    for output in outputs:
+        output.loss.backward()
+    for one, other in zip(explicit.parameters(), fused.parameters(), strict=True):
+        assert one.grad.abs().sum() > 0
+        torch.testing.assert_close(other.grad, one.grad)
+
+
+def test_fused_attention_decodes_with_a_cache():
+    tokens, ids = make_batch()
+    explicit, fused = (make_model(fused_attention=value, **FUSED) for value in (False, True))
+    expected, decoded = (model.greedy(tokens, ids, max_new_tokens=6) for model in (explicit, fused))
+    assert torch.equal(decoded.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize(
+    "options", [{"mixer": "softmax"}, {"score_norm": "keys"}, {"positions": "alibi"}, {"l1_penalty": 0.1}]
+)
+def test_fused_attention_refuses_what_the_kernel_does_not_know(options):
+    with pytest.raises(ValueError, match="fused_attention needs mixer"):
+        SparseDecoderConfig(**{**FUSED, "fused_attention": True, **options})
+
+
+def test_fused_attention_keeps_no_coefficients():
+    model = make_model(fused_attention=True, **FUSED)
+    with pytest.raises(ValueError, match="keeps no coefficients"):
+        model(*make_batch(), output_attentions=True)

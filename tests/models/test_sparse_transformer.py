@@ -328,3 +328,41 @@ def test_bfloat16_survives_saving(tmp_path):
     loaded = SparseTransformerForTokenClassification.from_pretrained(tmp_path, dtype="auto").eval()
     assert loaded.dtype == torch.bfloat16
     assert torch.equal(loaded(some_inputs()).logits, model(some_inputs()).logits)
+
+
+FUSED = {"mixer": "sparse_coding", "position_bias": "none"}
+
+
+@pytest.mark.parametrize("transfer", ["none", "paper"])
+@pytest.mark.parametrize("threshold_type", ["fixed", "layer", "head"])
+def test_fused_attention_is_the_same_function(transfer, threshold_type):
+    options = {"transfer": transfer, "threshold_type": threshold_type, "threshold": 0.05, **FUSED}
+    explicit, fused = (small(fused_attention=value, **options).double() for value in (False, True))
+    labels = torch.tensor([[1, 2]] * 3)
+    outputs = [model(some_inputs(), labels, threshold_scale=0.5) for model in (explicit, fused)]
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits)
+    for output in outputs:
+        output.loss.backward()
+    for (name, one), other in zip(explicit.named_parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, msg=name)
+        assert one.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixer": "linear"},
+        {"score_norm": "keys"},
+        {"position_bias": "past"},
+        {"transfer": "aligned"},
+        {"transfer": "paper", "transfer_stage": "scores"},
+    ],
+)
+def test_fused_attention_refuses_what_the_kernel_does_not_know(options):
+    with pytest.raises(ValueError, match="fused_attention needs mixer"):
+        SparseTransformerConfig(**{**SMALL, **FUSED, "fused_attention": True, **options})
+
+
+def test_fused_attention_keeps_no_coefficients():
+    with pytest.raises(ValueError, match="keeps no coefficients"):
+        small(fused_attention=True, **FUSED)(some_inputs(), output_attentions=True)

@@ -31,6 +31,10 @@ class SparseDecoderConfig(PreTrainedConfig):
             It is constant where the coefficients come from a softmax.
         head_dim: Size of queries, keys and values per head. None: hidden_size / num_attention_heads.
         rope_theta: Base of the rotary frequencies.
+        fused_attention: Leave the coefficients to `hf_sparsecoding.ops.sparse_attention`, which never holds them all:
+            memory linear in the tokens, and empty tiles cost nothing in the backward pass. Only what that kernel
+            knows: `mixer="sparse_coding"`, `score_norm="none"`, no "relative" or "alibi", no `l1_penalty`, and no
+            `output_attentions`.
         relative_buckets, relative_distance: Buckets of "relative", and the distance from which all share the last one.
         initializer_range: Standard deviation of the embeddings of tokens and positions at the start.
     """
@@ -45,6 +49,7 @@ class SparseDecoderConfig(PreTrainedConfig):
         train_threshold: bool = False,
         kept_keys: int = 4,
         score_norm: str = "keys",
+        fused_attention: bool = False,
         positions: str = "learned",
         max_position: int = 32,
         predict_positions: bool = False,
@@ -63,7 +68,8 @@ class SparseDecoderConfig(PreTrainedConfig):
     ):
         self.vocab_size, self.mixer = vocab_size, mixer
         self.threshold, self.train_threshold, self.kept_keys = threshold, train_threshold, kept_keys
-        self.score_norm, self.positions, self.max_position = score_norm, positions, max_position
+        self.score_norm, self.fused_attention = score_norm, fused_attention
+        self.positions, self.max_position = positions, max_position
         self.predict_positions, self.l1_penalty = predict_positions, l1_penalty
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
@@ -89,6 +95,16 @@ class SparseDecoderConfig(PreTrainedConfig):
             raise ValueError(
                 "train_threshold needs mixer='sparse_coding' and a threshold above 0 to start from, got "
                 f"{self.mixer!r} and {self.threshold}"
+            )
+        if self.fused_attention and (
+            (self.mixer, self.score_norm) != ("sparse_coding", "none")
+            or self.positions in ("relative", "alibi")
+            or self.l1_penalty
+        ):
+            raise ValueError(
+                "fused_attention needs mixer='sparse_coding', score_norm='none', positions other than 'relative' and "
+                f"'alibi', and no l1_penalty, got {self.mixer!r}, {self.score_norm!r}, {self.positions!r} and "
+                f"{self.l1_penalty}"
             )
         if self.predict_positions and self.positions != "learned":
             raise ValueError(f"predict_positions needs positions='learned', got {self.positions!r}")

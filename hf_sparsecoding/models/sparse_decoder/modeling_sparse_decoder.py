@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
-from ...ops import coefficients, rms_over_keys
+from ...ops import coefficients, rms_over_keys, sparse_attention
 from .configuration_sparse_decoder import SparseDecoderConfig
 from .positions import alibi_slopes, relative_buckets, rotate
 
@@ -24,18 +24,20 @@ IGNORED = -100
 
 
 class Layout(NamedTuple):
-    """Where the new tokens stand among all: the same for every layer.
+    """Where the new tokens stand among all: the same for every layer. `fused_attention` needs no matrices [T, S].
 
     places: Index of the new tokens, [T].
+    kept: Keys that are not padding, bool [B, 1, 1, S]; None: all.
     distances: From each new token back to each key, [T, S].
     allowed: Keys that a new token may use, bool [T, S] or [B, 1, T, S].
     counts: How many these are, [T, 1] or [B, 1, T, 1]; 1 for a padding token, which may use none.
     """
 
     places: Tensor
-    distances: Tensor
-    allowed: Tensor
-    counts: Tensor
+    kept: Tensor | None
+    distances: Tensor | None = None
+    allowed: Tensor | None = None
+    counts: Tensor | None = None
 
 
 class SparseDecoderAttention(nn.Module):
@@ -58,8 +60,10 @@ class SparseDecoderAttention(nn.Module):
             return self.config.threshold
         return functional.softplus(self.raw_threshold)[:, None, None]
 
-    def forward(self, hidden_states: Tensor, layout: Layout, cache: DynamicCache | None) -> tuple[Tensor, Tensor]:
-        """hidden_states [B, T, F] -> the same, and the coefficients [B, H, T, S]."""
+    def forward(
+        self, hidden_states: Tensor, layout: Layout, cache: DynamicCache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [B, T, F] -> the same, and the coefficients [B, H, T, S]; None if they are fused."""
         config, (batch, tokens, _) = self.config, hidden_states.shape
         projected = self.qkv_proj(hidden_states).view(batch, tokens, 3, config.num_attention_heads, config.head_dim)
         query, key, value = projected.permute(2, 0, 3, 1, 4)  # [B, H, T, D] each
@@ -68,8 +72,13 @@ class SparseDecoderAttention(nn.Module):
             key = rotate(key, layout.places, config.rope_theta)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_index)
-        alpha = self.coefficients((query * config.head_dim**-0.5) @ key.mT, layout)
-        out = alpha @ value
+        if config.fused_attention:
+            alpha, xi = None, torch.as_tensor(self.threshold()).flatten()
+            rule = {"coefficients": "soft_threshold", "threshold": xi, "mask": layout.kept, "causal": True}
+            out = sparse_attention(query, key, value, **rule)
+        else:
+            alpha = self.coefficients((query * config.head_dim**-0.5) @ key.mT, layout)
+            out = alpha @ value
         if config.mixer == "sparse_coding" and config.score_norm == "keys":
             out = out * layout.counts.to(out.dtype).rsqrt()
         return self.o_proj(out.transpose(1, 2).flatten(2)), alpha
@@ -104,7 +113,9 @@ class SparseDecoderLayer(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, hidden_states: Tensor, layout: Layout, cache: DynamicCache | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden_states: Tensor, layout: Layout, cache: DynamicCache | None
+    ) -> tuple[Tensor, Tensor | None]:
         mixed, alpha = self.attention(self.input_norm(hidden_states), layout, cache)
         hidden_states = hidden_states + mixed
         inner = functional.gelu(self.up_proj(self.mlp_norm(hidden_states)), approximate="tanh")
@@ -178,6 +189,9 @@ class SparseDecoderModel(SparseDecoderPreTrainedModel):
                     f"positions='learned' needs position_ids of shape {tuple(input_ids.shape)}, got {shape}"
                 )
             hidden_states = hidden_states + self.position_embedding(position_ids)
+        output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        if output_attentions and config.fused_attention:
+            raise ValueError("output_attentions needs fused_attention=False: the fused kernel keeps no coefficients")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         layout = self.layout(input_ids, attention_mask, past_key_values)
@@ -185,7 +199,6 @@ class SparseDecoderModel(SparseDecoderPreTrainedModel):
         for layer in self.layers:
             hidden_states, alpha = layer(hidden_states, layout, past_key_values)
             attentions.append(alpha)
-        output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output = BaseModelOutputWithPast(
             last_hidden_state=self.final_norm(hidden_states),
             past_key_values=past_key_values,
@@ -198,16 +211,19 @@ class SparseDecoderModel(SparseDecoderPreTrainedModel):
         past = 0 if cache is None else cache.get_seq_length()
         total = past + input_ids.shape[1]
         keys = torch.arange(total, device=input_ids.device)
-        distances = keys[past:, None] - keys  # [T, S]
-        allowed = distances >= 0
+        places, kept = keys[past:], None
         if attention_mask is not None:
             if attention_mask.shape != (len(input_ids), total):
                 raise ValueError(
                     f"attention_mask must be [{len(input_ids)}, {total}], with the {past} tokens in the cache, got "
                     f"{list(attention_mask.shape)}"
                 )
-            allowed = allowed & attention_mask.bool()[:, None, None]
-        return Layout(keys[past:], distances, allowed, allowed.sum(-1, keepdim=True).clamp(min=1))
+            kept = attention_mask.bool()[:, None, None]
+        if self.config.fused_attention:
+            return Layout(places, kept)
+        distances = places[:, None] - keys  # [T, S]
+        allowed = distances >= 0 if kept is None else (distances >= 0) & kept
+        return Layout(places, kept, distances, allowed, allowed.sum(-1, keepdim=True).clamp(min=1))
 
 
 @dataclass

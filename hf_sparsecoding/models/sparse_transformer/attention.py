@@ -16,6 +16,7 @@ from ...ops import (
     rms_over_heads,
     rms_over_keys,
     rms_per_head,
+    sparse_attention,
     transferred_coefficients,
 )
 from .configuration_sparse_transformer import SparseTransformerConfig
@@ -85,13 +86,18 @@ class SparseTransformerAttention(nn.Module):
         query, key, value = projected.permute(2, 0, 3, 1, 4)  # [B, H, N, D] each
         key = key.relu() if config.phi == "relu" else key
         value = value.relu() if config.psi == "relu" else value
-        alpha = self.coefficients(self.scores(query, key, distances), threshold_scale)
         transferred = config.transfer != "none" and config.transfer_stage == "coefficients"
-        lifted = self.lift(alpha) if transferred and (output or config.mixer == "hyla") else alpha
-        if config.mixer == "hyla":
-            out = hyla(lifted, value)
+        if config.fused_attention:
+            lifted, xi = None, torch.as_tensor(threshold_scale * self.threshold()).flatten()
+            out = sparse_attention(query, key, value, coefficients="soft_threshold", threshold=xi)
+            out = self.transfer(out) if transferred else out
         else:
-            out = self.decode(alpha, value) if transferred else alpha @ value
+            alpha = self.coefficients(self.scores(query, key, distances), threshold_scale)
+            lifted = self.lift(alpha) if transferred and (output or config.mixer == "hyla") else alpha
+            if config.mixer == "hyla":
+                out = hyla(lifted, value)
+            else:
+                out = self.decode(alpha, value) if transferred else alpha @ value
         out = out if last is None else out[:, :, -last:]
         if config.output_norm == "head":
             out = rms_per_head(out)
@@ -101,10 +107,13 @@ class SparseTransformerAttention(nn.Module):
 
     def decode(self, alpha: Tensor, value: Tensor) -> Tensor:
         """`alpha psi`, the target's part with what the contexts transfer."""
-        length = self.config.context_length
         if self.config.transfer == "aligned":
-            return aligned_decode(alpha, value, self.transfer_weight, length)
-        out = alpha @ value
+            return aligned_decode(alpha, value, self.transfer_weight, self.config.context_length)
+        return self.transfer(alpha @ value)
+
+    def transfer(self, out: Tensor) -> Tensor:
+        """The paper's form, on outputs [B, H, N, D]: the contexts' coefficients decode the same values."""
+        length = self.config.context_length
         received = absolute_transfer(out, self.transfer_weight, length)
         return torch.cat([out[:, :, :-length], out[:, :, -length:] + received], 2)
 

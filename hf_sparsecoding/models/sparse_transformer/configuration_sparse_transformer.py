@@ -40,6 +40,10 @@ class SparseTransformerConfig(PreTrainedConfig):
             hyla and "none" for the others.
         output_norm: "head" divides each head's output by its root mean square; "length" divides it by sqrt(N), as a
             sum over N keys with coefficients of size one grows with it.
+        fused_attention: Leave the coefficients to `hf_sparsecoding.ops.sparse_attention`, which never holds them all:
+            memory linear in the tokens, and empty tiles cost nothing in the backward pass. Only what that kernel
+            knows: `mixer="sparse_coding"`, `score_norm="none"`, `position_bias="none"`, transfer "none" or "paper" of
+            the coefficients, and no `output_attentions`.
         input_type: "one_hot": integers below `num_values`, -1 for a zero vector. "continuous": vectors of size
             `input_size`. "patches": images of `image_size` pixels a side, cut into squares of `patch_size`.
         sequence_length: Tokens N, a multiple of `context_length`.
@@ -67,6 +71,7 @@ class SparseTransformerConfig(PreTrainedConfig):
         psi: str = "linear",
         score_norm: str | None = None,
         output_norm: str = "none",
+        fused_attention: bool = False,
         input_type: str = "one_hot",
         num_values: int = 8,
         input_size: int = 8,
@@ -91,7 +96,7 @@ class SparseTransformerConfig(PreTrainedConfig):
         self.threshold, self.threshold_type = threshold, threshold_type
         self.phi, self.psi = phi, psi
         self.score_norm = score_norm if score_norm is not None else "heads" if mixer == "hyla" else "none"
-        self.output_norm = output_norm
+        self.output_norm, self.fused_attention = output_norm, fused_attention
         self.input_type, self.num_values, self.input_size = input_type, num_values, input_size
         self.image_size, self.patch_size = image_size, patch_size
         self.sequence_length, self.context_length, self.target_length = sequence_length, context_length, target_length
@@ -133,6 +138,16 @@ class SparseTransformerConfig(PreTrainedConfig):
             raise ValueError(f"threshold_type={self.threshold_type!r} needs mixer='sparse_coding', got {self.mixer!r}")
         if self.transfer_stage == "scores" and self.transfer == "none":
             raise ValueError("transfer_stage='scores' needs transfer='paper' or 'aligned', got 'none'")
+        if self.fused_attention and (
+            (self.mixer, self.score_norm, self.position_bias) != ("sparse_coding", "none", "none")
+            or self.transfer == "aligned"
+            or self.transfer_stage == "scores"
+        ):
+            raise ValueError(
+                "fused_attention needs mixer='sparse_coding', score_norm='none', position_bias='none' and transfer "
+                f"'none' or 'paper' of the coefficients, got {self.mixer!r}, {self.score_norm!r}, "
+                f"{self.position_bias!r} and {self.transfer!r} of the {self.transfer_stage}"
+            )
         if self.threshold_type != "fixed" and self.threshold == 0:
             raise ValueError("a learned threshold must start above 0, got threshold=0")
         if self.sequence_length % self.context_length:
