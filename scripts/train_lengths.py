@@ -86,6 +86,7 @@ class ModelArguments:
     train_threshold: bool = field(default=False, metadata={"help": "learn xi, one per head"})
     kept_keys: int = field(default=4, metadata={"help": "keys that top_k keeps"})
     score_norm: str = field(default="keys", metadata={"help": "of sparse_coding: keys, none"})
+    output_norm: str = field(default="", metadata={"help": "none, length, head; default: length for sparse_coding"})
     l1_penalty: float = field(default=0.0, metadata={"help": "weight of the coefficients' absolute sum in the loss"})
     hidden_size: int = field(default=128, metadata={"help": "width"})
     intermediate_size: int = field(default=256, metadata={"help": "width of the MLP"})
@@ -104,8 +105,9 @@ def make_task(arguments: LengthArguments) -> tasks.SequenceTask:
 def make_model(
     task: tasks.SequenceTask, arguments: LengthArguments, model_arguments: ModelArguments
 ) -> SparseDecoderForCausalLM:
+    chosen_by_the_model = {name: getattr(model_arguments, name) or None for name in ("head_dim", "output_norm")}
     config = SparseDecoderConfig(
-        **{**asdict(model_arguments), "head_dim": model_arguments.head_dim or None},
+        **{**asdict(model_arguments), **chosen_by_the_model},
         vocab_size=len(task.vocabulary),
         max_position=task.max_position,
         positions=POSITIONS[arguments.positions][0],

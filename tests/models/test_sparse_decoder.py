@@ -236,7 +236,14 @@ def test_fused_attention_decodes_with_a_cache():
 
 
 @pytest.mark.parametrize(
-    "options", [{"mixer": "softmax"}, {"score_norm": "keys"}, {"positions": "alibi"}, {"l1_penalty": 0.1}]
+    "options",
+    [
+        {"mixer": "softmax"},
+        {"score_norm": "keys"},
+        {"output_norm": "length"},
+        {"positions": "alibi"},
+        {"l1_penalty": 0.1},
+    ],
 )
 def test_fused_attention_refuses_what_the_kernel_does_not_know(options):
     with pytest.raises(ValueError, match="fused_attention needs mixer"):
@@ -247,3 +254,28 @@ def test_fused_attention_keeps_no_coefficients():
     model = make_model(fused_attention=True, **FUSED)
     with pytest.raises(ValueError, match="keeps no coefficients"):
         model(*make_batch(), output_attentions=True)
+
+
+@pytest.mark.parametrize("fused_attention", [False, True])
+def test_output_norms_are_what_they_are_called(fused_attention):
+    tokens, ids = make_batch()
+    options = {**FUSED, "num_hidden_layers": 1, "threshold": 0.0}
+    models = {name: make_model(output_norm=name, **options) for name in ("none", "length")}
+    models["head"] = make_model(output_norm="head", fused_attention=fused_attention, **options)
+    outputs = {}
+    for name, model in models.items():
+        model.model.layers[0].attention.o_proj.register_forward_pre_hook(
+            lambda _, inputs, name=name: outputs.update({name: inputs[0].unflatten(-1, (2, 8))})
+        )
+        model(tokens, ids)
+    keys = torch.arange(1, 10)[:, None, None]
+    torch.testing.assert_close(outputs["length"], outputs["none"] / keys.sqrt())
+    root = outputs["none"].square().mean(-1, keepdim=True).add(1e-6).sqrt()
+    torch.testing.assert_close(outputs["head"], outputs["none"] / root)
+
+
+def test_output_norm_follows_what_grows_with_the_length():
+    assert SparseDecoderConfig(mixer="sparse_coding").output_norm == "length"
+    assert SparseDecoderConfig(mixer="sparse_coding", score_norm="none").output_norm == "none"
+    assert SparseDecoderConfig(mixer="softmax").output_norm == "none"
+    assert SparseDecoderConfig(mixer="sparse_coding", output_norm="head").output_norm == "head"

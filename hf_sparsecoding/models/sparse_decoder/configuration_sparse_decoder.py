@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 CHOICES = {
     "mixer": ("softmax", "sparse_coding", "top_k"),
     "score_norm": ("none", "keys"),
+    "output_norm": ("none", "length", "head"),
     "positions": ("none", "learned", "rope", "relative", "alibi"),
 }
 
@@ -20,7 +21,10 @@ class SparseDecoderConfig(PreTrainedConfig):
         train_threshold: One learned xi per head, instead of a fixed one.
         kept_keys: k of "top_k".
         score_norm: "keys" divides the scores of "sparse_coding" by their root mean square over the keys that the query
-            may use, and the head's output by the square root of their number, which it grows with. "none" does not.
+            may use. "none" does not.
+        output_norm: "length" divides a head's output by the square root of the number of keys that the query may use,
+            as it grows with that under `score_norm="keys"`; "head" divides it by its own root mean square. None picks
+            "length" for "sparse_coding" with `score_norm="keys"` and "none" for the others.
         positions: "none"; "learned": a table of embeddings by position id, which may be absolute or coupled; "rope",
             "relative" (T5's learned bias per head and bucket of distances) and "alibi" count tokens and ignore the
             ids. Where softmax subtracts ALiBi's penalty from the scores, "sparse_coding" adds it to xi: a proximal
@@ -33,8 +37,8 @@ class SparseDecoderConfig(PreTrainedConfig):
         rope_theta: Base of the rotary frequencies.
         fused_attention: Leave the coefficients to `hf_sparsecoding.ops.sparse_attention`, which never holds them all:
             memory linear in the tokens, and empty tiles cost nothing in the backward pass. Only what that kernel
-            knows: `mixer="sparse_coding"`, `score_norm="none"`, no "relative" or "alibi", no `l1_penalty`, and no
-            `output_attentions`.
+            knows: `mixer="sparse_coding"`, `score_norm="none"`, `output_norm` "none" or "head", no "relative" or
+            "alibi", no `l1_penalty`, and no `output_attentions`.
         relative_buckets, relative_distance: Buckets of "relative", and the distance from which all share the last one.
         initializer_range: Standard deviation of the embeddings of tokens and positions at the start.
     """
@@ -49,6 +53,7 @@ class SparseDecoderConfig(PreTrainedConfig):
         train_threshold: bool = False,
         kept_keys: int = 4,
         score_norm: str = "keys",
+        output_norm: str | None = None,
         fused_attention: bool = False,
         positions: str = "learned",
         max_position: int = 32,
@@ -69,6 +74,8 @@ class SparseDecoderConfig(PreTrainedConfig):
         self.vocab_size, self.mixer = vocab_size, mixer
         self.threshold, self.train_threshold, self.kept_keys = threshold, train_threshold, kept_keys
         self.score_norm, self.fused_attention = score_norm, fused_attention
+        grows = mixer == "sparse_coding" and score_norm == "keys"
+        self.output_norm = output_norm if output_norm is not None else "length" if grows else "none"
         self.positions, self.max_position = positions, max_position
         self.predict_positions, self.l1_penalty = predict_positions, l1_penalty
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
@@ -98,13 +105,14 @@ class SparseDecoderConfig(PreTrainedConfig):
             )
         if self.fused_attention and (
             (self.mixer, self.score_norm) != ("sparse_coding", "none")
+            or self.output_norm == "length"
             or self.positions in ("relative", "alibi")
             or self.l1_penalty
         ):
             raise ValueError(
-                "fused_attention needs mixer='sparse_coding', score_norm='none', positions other than 'relative' and "
-                f"'alibi', and no l1_penalty, got {self.mixer!r}, {self.score_norm!r}, {self.positions!r} and "
-                f"{self.l1_penalty}"
+                "fused_attention needs mixer='sparse_coding', score_norm='none', output_norm 'none' or 'head', "
+                f"positions other than 'relative' and 'alibi', and no l1_penalty, got {self.mixer!r}, "
+                f"{self.score_norm!r}, {self.output_norm!r}, {self.positions!r} and {self.l1_penalty}"
             )
         if self.predict_positions and self.positions != "learned":
             raise ValueError(f"predict_positions needs positions='learned', got {self.positions!r}")

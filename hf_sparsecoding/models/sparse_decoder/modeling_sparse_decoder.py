@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
-from ...ops import coefficients, rms_over_keys, sparse_attention
+from ...ops import coefficients, rms_over_keys, rms_per_head, sparse_attention
 from .configuration_sparse_decoder import SparseDecoderConfig
 from .positions import alibi_slopes, relative_buckets, rotate
 
@@ -79,7 +79,9 @@ class SparseDecoderAttention(nn.Module):
         else:
             alpha = self.coefficients((query * config.head_dim**-0.5) @ key.mT, layout)
             out = alpha @ value
-        if config.mixer == "sparse_coding" and config.score_norm == "keys":
+        if config.output_norm == "head":
+            out = rms_per_head(out)
+        elif config.output_norm == "length":
             out = out * layout.counts.to(out.dtype).rsqrt()
         return self.o_proj(out.transpose(1, 2).flatten(2)), alpha
 
