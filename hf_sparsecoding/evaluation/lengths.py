@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..models import SparseDecoderForCausalLM
+from ..ops.attention import sparsity, tiles_with_any
 from ..tasks.length_generalization import EOS, PAD, SequenceTask
 
 
@@ -35,7 +36,8 @@ def evaluate_length(
     Returns:
         `exact_match`: share of responses with every token right, EOS included. `id_match` (if the model predicts
         positions): share with every position id right. `concentration`: number of keys that hold 90 % of a row's
-        absolute coefficients, where the response is predicted.
+        absolute coefficients, where the response is predicted. `zero_coefficients`, `zero_tiles` (of a mixer that
+        makes zeros): shares of the coefficients and of tiles of 128 x 128 of them that causality allows.
     """
     model.eval()
     starts = range(0, items, batch_size)
@@ -67,6 +69,10 @@ def _measure(model: SparseDecoderForCausalLM, batch: dict[str, Tensor], oracle: 
     predicting = batch["labels"] >= 0
     needed = torch.stack([keys_needed(alpha) for alpha in output.attentions]).mean((0, 2))  # [B, T]
     sums["concentration"] = ((needed * predicting).sum(1) / predicting.sum(1)).sum().item()
+    if model.config.mixer != "softmax":
+        zeros = [zero_shares(alpha) for alpha in output.attentions]
+        for name, shares in zip(("zero_coefficients", "zero_tiles"), zip(*zeros, strict=True), strict=True):
+            sums[name] = len(tokens) * sum(shares) / len(shares)
     return sums
 
 
@@ -82,3 +88,11 @@ def keys_needed(alpha: Float[Tensor, "B H T S"], share: float = HELD_SHARE) -> F
     totals = weights.sum(-1, keepdim=True)
     before = weights.cumsum(-1) - weights
     return ((before < share * totals) & (totals > 0)).sum(-1).to(alpha.dtype)
+
+
+def zero_shares(alpha: Float[Tensor, "B H T T"]) -> tuple[float, float]:
+    """Shares of causal coefficients, and of tiles of them, that are zero: means over problems and heads."""
+    nonzero = alpha != 0
+    counts = nonzero.sum((2, 3)).float()
+    found = sparsity(tiles_with_any(nonzero), counts, *alpha.shape[2:], causal=True, window=None)
+    return found.elements.mean().item(), found.tiles.mean().item()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from hf_sparsecoding.evaluation.lengths import evaluate_length, keys_needed
+from hf_sparsecoding.evaluation.lengths import evaluate_length, keys_needed, zero_shares
 from hf_sparsecoding.models import SparseDecoderConfig, SparseDecoderForCausalLM
 from hf_sparsecoding.tasks.length_generalization import BOS, EOS, Addition
 
@@ -90,3 +90,24 @@ def test_keys_needed():
 def test_concentration_is_where_the_response_is_predicted():
     _, metrics = evaluate()
     assert 1 <= metrics["concentration"] <= 10
+
+
+def test_shares_of_zeros():
+    alpha = torch.ones(2, 1, 200, 200).tril()
+    assert zero_shares(alpha) == (0, 0)
+    alpha[0, 0, 128:, :128] = 0  # one of three tiles, 72 x 128 of 20,100 coefficients, of one problem of two
+    elements, tiles = zero_shares(alpha)
+    assert tiles == pytest.approx(1 / 6)
+    assert elements == pytest.approx(72 * 128 / 20100 / 2)
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "sparse_coding", "top_k"])
+def test_zeros_are_reported_where_there_are_any(mixer):
+    torch.manual_seed(0)
+    config = SparseDecoderConfig(vocab_size=len(TASK.vocabulary), max_position=10, mixer=mixer, kept_keys=2)
+    metrics = evaluate_length(
+        SparseDecoderForCausalLM(config), TASK, 3, Accelerator(), 20, batch_size=8, seed=0, oracle=True
+    )
+    assert ("zero_coefficients" in metrics) == (mixer != "softmax")
+    if mixer != "softmax":
+        assert 0 < metrics["zero_coefficients"] < 1 and metrics["zero_tiles"] == 0
