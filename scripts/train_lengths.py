@@ -85,7 +85,7 @@ class ModelArguments:
     threshold: float = field(default=1.0, metadata={"help": "initial xi of sparse_coding"})
     train_threshold: bool = field(default=False, metadata={"help": "learn xi, one per head"})
     kept_keys: int = field(default=4, metadata={"help": "keys that top_k keeps"})
-    score_norm: str = field(default="keys", metadata={"help": "of sparse_coding: keys, none"})
+    score_norm: str = field(default="keys", metadata={"help": "of sparse_coding: keys, row, none"})
     output_norm: str = field(default="", metadata={"help": "none, length, head; default: length for sparse_coding"})
     l1_penalty: float = field(default=0.0, metadata={"help": "weight of the coefficients' absolute sum in the loss"})
     hidden_size: int = field(default=128, metadata={"help": "width"})

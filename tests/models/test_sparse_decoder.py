@@ -279,3 +279,12 @@ def test_output_norm_follows_what_grows_with_the_length():
     assert SparseDecoderConfig(mixer="sparse_coding", score_norm="none").output_norm == "none"
     assert SparseDecoderConfig(mixer="softmax").output_norm == "none"
     assert SparseDecoderConfig(mixer="sparse_coding", output_norm="head").output_norm == "head"
+
+
+def test_row_norm_does_not_depend_on_keys_without_a_score():
+    model = make_model(mixer="sparse_coding", score_norm="row", threshold=0.25)
+    layout = model.model.layout(torch.zeros(1, 4, dtype=torch.long), None, None)
+    scores = torch.tensor([[3.0, -4.0, 0.0, 0.0]], dtype=torch.float64).expand(1, 1, 4, 4)
+    alpha = model.model.layers[0].attention.coefficients(scores, layout)[0, 0]
+    expected = torch.tensor([0.35, -0.55, 0.0, 0.0], dtype=torch.float64).expand(3, 4)
+    torch.testing.assert_close(alpha[1:], expected, atol=1e-6, rtol=0)

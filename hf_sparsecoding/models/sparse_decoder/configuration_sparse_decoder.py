@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig
 
 CHOICES = {
     "mixer": ("softmax", "sparse_coding", "top_k"),
-    "score_norm": ("none", "keys"),
+    "score_norm": ("none", "keys", "row"),
     "output_norm": ("none", "length", "head"),
     "positions": ("none", "learned", "rope", "relative", "alibi"),
 }
@@ -21,7 +21,8 @@ class SparseDecoderConfig(PreTrainedConfig):
         train_threshold: One learned xi per head, instead of a fixed one.
         kept_keys: k of "top_k".
         score_norm: "keys" divides the scores of "sparse_coding" by their root mean square over the keys that the query
-            may use. "none" does not.
+            may use, "row" by their Euclidean norm: what a key gets then does not depend on how many keys without
+            a score there are. "none" does not.
         output_norm: "length" divides a head's output by the square root of the number of keys that the query may use,
             as it grows with that under `score_norm="keys"`; "head" divides it by its own root mean square. None picks
             "length" for "sparse_coding" with `score_norm="keys"` and "none" for the others.

@@ -99,8 +99,9 @@ class SparseDecoderAttention(nn.Module):
             return coefficients.softmax(scores - penalty, allowed)
         if config.mixer == "top_k":
             return coefficients.top_k(scores - penalty, config.kept_keys, allowed)
-        if config.score_norm == "keys":
-            scores = rms_over_keys(scores.masked_fill(~allowed, 0), count=layout.counts)
+        if config.score_norm != "none":
+            count = layout.counts if config.score_norm == "keys" else torch.ones_like(layout.counts)
+            scores = rms_over_keys(scores.masked_fill(~allowed, 0), count=count)
         return coefficients.soft_threshold(scores, self.threshold() + penalty, allowed)
 
 
