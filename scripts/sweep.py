@@ -10,6 +10,7 @@ starts none, and writes the results.json of those that are finished). A run that
 is then 1.
 
 A `grid` of arguments with lists of values makes a method of every combination, for each of `methods` or without them.
+Instead of a list, a mapping gives each value further arguments of its own: {softmax: {}, top_k: {kept_keys: 8}}.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Sweep:
     output_dir: str
     methods: dict[str, dict] = field(default_factory=dict)
     common: dict = field(default_factory=dict)
-    grid: dict[str, list] = field(default_factory=dict)
+    grid: dict[str, list | dict] = field(default_factory=dict)
 
     def __post_init__(self):
         for name, kind in (("methods", dict), ("seeds", list), ("common", dict), ("grid", dict)):
@@ -155,17 +156,25 @@ def read_sweep(path: str, overrides: list[str], output_dir: str | None) -> Sweep
     return Sweep(**{**values, "common": common, "output_dir": output_dir or values["output_dir"]})
 
 
-def expand(methods: dict[str, dict], grid: dict[str, list]) -> dict[str, dict]:
+def expand(methods: dict[str, dict], grid: dict[str, list | dict]) -> dict[str, dict]:
     """A method for every method and cell of the grid, named by both: "softmax, width=64, depth=2"."""
     for argument, values in grid.items():
-        if not isinstance(values, list) or not values:
+        if not isinstance(values, (list, dict)) or not values:
             raise ValueError(f"grid must give a list of values for {argument}, got {values!r}")
+        for value, needed in values.items() if isinstance(values, dict) else ():
+            if not isinstance(needed, dict):
+                raise ValueError(
+                    f"grid must give the further arguments of {argument}={value} as a mapping, got {needed!r}"
+                )
     expanded = {}
     for method, own in methods.items():
         for values in product(*grid.values()):
             cell = dict(zip(grid, values, strict=True))
             names = [f"{argument}={value}" for argument, value in cell.items()]
-            expanded[", ".join([method, *names] if method else names)] = {**(own or {}), **cell}
+            arguments = {**(own or {}), **cell}
+            for argument, value in cell.items():
+                arguments |= grid[argument][value] if isinstance(grid[argument], dict) else {}
+            expanded[", ".join([method, *names] if method else names)] = arguments
     return expanded
 
 

@@ -88,6 +88,15 @@ def test_a_grid_makes_a_method_of_every_cell(config):
     }
 
 
+def test_a_grid_value_brings_its_own_arguments(config):
+    grid = {"kind": {"plain": {}, "top": {"kept": 8, "x": 4}}, "size": [1]}
+    read = sweep.read_sweep(config(methods={"a": {"x": 3}}, grid=grid), [], None)
+    assert read.methods == {
+        "a, kind=plain, size=1": {"x": 3, "kind": "plain", "size": 1},
+        "a, kind=top, size=1": {"x": 4, "kind": "top", "size": 1, "kept": 8},
+    }
+
+
 def test_runs_of_an_earlier_file_are_kept(config, tmp_path):
     card = tmp_path / "card.json"
     assert sweep.main([config(seeds=[0]), "--results", str(card)]) == 0
@@ -195,6 +204,7 @@ def test_signals_end_the_children(config, sign):
         ({"methods": None}, r"sweep\.yaml lacks methods"),
         ({"grid": [1]}, r"grid must be a dict, got \[1\]"),
         ({"grid": {"value": 3}}, "grid must give a list of values for value, got 3"),
+        ({"grid": {"kind": {"top": 8}}}, "the further arguments of kind=top as a mapping, got 8"),
         ({"command": "none.py"}, r"command 'none\.py' is no file"),
     ],
 )
