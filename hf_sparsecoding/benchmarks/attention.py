@@ -207,7 +207,8 @@ def _measure(
 ) -> list[dict]:
     operands = make_operands(length, density, dtype, turns.seed, device, head_dim)
     cotangent = torch.randn(operands[0].shape, device=device, dtype=dtype)
-    label = f"{length} tokens, {str(dtype).removeprefix('torch.')}, D {head_dim}, density {density:g}"
+    kind_of_operands = f"{str(dtype).removeprefix('torch.')} D {head_dim}"
+    share = "" if density == 1 else f" at density {density:g}"
     forward, training = {}, {}
     for name in names:
         forward[name] = _synchronised(lambda f=CONTENDERS[name]: _without_gradients(f, operands), device)
@@ -216,7 +217,7 @@ def _measure(
         )
     memory = {name: peak_memory(step, device) for name, step in training.items()}
     seconds = {
-        kind: take_turns(steps, turns, f"{label}, {kind}")
+        kind: take_turns(steps, turns, f"{kind_of_operands}, {length} tokens{share}, {kind}")
         for kind, steps in (("forward", forward), ("training", training))
     }
     runs = []
@@ -227,7 +228,7 @@ def _measure(
             metrics |= ratio_metrics(metric, seconds[kind][name], seconds[kind][SDPA], turns.seed)
         runs.append(
             {
-                "method": f"{name}, {label}",
+                "method": f"{kind_of_operands}, {name}{share}, {length} tokens",  # as cross_table reads it
                 "seed": turns.seed,
                 "trainable_parameters": 0,
                 "samples": turns.rounds,

@@ -7,6 +7,7 @@ from hf_sparsecoding.benchmarks import attention
 from hf_sparsecoding.benchmarks.turns import Turns
 from hf_sparsecoding.ops import sparse_attention
 from hf_sparsecoding.ops.attention_cpu import TILE
+from hf_sparsecoding.reports.tables import cross_table
 
 
 TURNS = Turns(rounds=2, warmup=0, progress=False)
@@ -32,7 +33,9 @@ def test_runs_hold_ratios_and_memory():
         assert metrics["training_seconds"] > 0
         if run["settings"]["contender"] == "sdpa":
             assert metrics["ratio_to_sdpa_training"] == 1
-    assert "260 tokens, float32, D 64, density 0.5" in attention.table(runs)
+    assert "float32 D 64, soft_threshold at density 0.5, 260 tokens" in attention.table(runs)
+    across = cross_table({"experiment": "attention", "runs": runs}, "float32 D 64", "ratio_to_sdpa_training")
+    assert across.count("\n") == 1 + 5 and "| soft_threshold at density 0.5 " in across
 
 
 def test_memory_of_an_explicit_matrix_grows_with_the_square_and_ours_does_not():
