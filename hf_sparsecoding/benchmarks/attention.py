@@ -27,7 +27,9 @@ from torch.profiler import ProfilerActivity, profile
 from ..ops import sparse_attention
 from ..ops.attention_cpu import TILE
 from ..reports import tables
-from .turns import Turns, draw_ratios, ratio_cell, ratio_metrics, take_turns
+from ..reports.curves import COLOURS, MARKERS
+from ..reports.plots import new_figure, save_figure
+from .turns import Turns, ratio_cell, ratio_metrics, take_turns
 
 
 SDPA = "sdpa"
@@ -323,13 +325,27 @@ def table(runs: list[dict]) -> str:
 
 
 def picture(runs: list[dict], path: Path) -> None:
-    """Training's ratio to SDPA with its interval, a panel per length."""
-    panels: dict[str, list] = {}
+    """Training's ratio to SDPA over the tokens, with its interval: a panel per data type and size of a head."""
+    panels: dict[str, dict[str, list[tuple[int, dict]]]] = {}
     for run in runs:
         settings = run["settings"]
-        if settings["contender"] != SDPA:
-            density = "" if settings["density"] == 1 else f", {settings['density']:.0%} of the tiles"
-            name = f"{settings['contender']}{density}"
-            title = f"{settings['length']} tokens, {settings['dtype']}, D {settings['head_dim']}"
-            panels.setdefault(title, []).append((name, run["metrics"]))
-    draw_ratios(panels, TRAINING, "training, ratio to SDPA", path)
+        panel, name, _ = run["method"].split(", ")
+        if settings["contender"] != SDPA or settings["density"] == 1:
+            panels.setdefault(panel, {}).setdefault(name, []).append((settings["length"], run["metrics"]))
+    figure, axes = new_figure(5.2 * len(panels), 4.6, len(panels))
+    for axis, (panel, curves) in zip(axes[0], panels.items(), strict=True):
+        for number, (name, points) in enumerate(curves.items()):
+            lengths, metrics = zip(*sorted(points, key=lambda point: point[0]), strict=True)
+            middle, low, high = (
+                np.array([entry[TRAINING + end] for entry in metrics]) for end in ("", "_low", "_high")
+            )
+            style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+            axis.errorbar(lengths, middle, [middle - low, high - middle], label=name, **style)
+        ticks = sorted({length for points in curves.values() for length, _ in points})
+        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="training, ratio to SDPA", title=panel)
+        axis.set_xticks(ticks, [str(length) for length in ticks], minor=False)
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:g}")
+    labelled = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=3, fontsize="small")
+    save_figure(figure, path)

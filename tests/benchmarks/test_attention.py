@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from PIL import Image
 
 from hf_sparsecoding.benchmarks import attention
 from hf_sparsecoding.benchmarks.turns import Turns
@@ -36,6 +37,15 @@ def test_runs_hold_ratios_and_memory():
     assert "float32 D 64, soft_threshold at density 0.5, 260 tokens" in attention.table(runs)
     across = cross_table({"experiment": "attention", "runs": runs}, "float32 D 64", "ratio_to_sdpa_training")
     assert across.count("\n") == 1 + 5 and "| soft_threshold at density 0.5 " in across
+
+
+def test_picture(tmp_path):
+    runs = attention.measure(
+        TURNS, method=["soft_threshold"], dtype=["float32", "bfloat16"], length=[70, 130], density=[1.0, 0.5]
+    )
+    attention.picture(runs, tmp_path / "ratios.png")
+    with Image.open(tmp_path / "ratios.png") as image:
+        assert image.width > 1.5 * image.height  # two panels
 
 
 def test_memory_of_an_explicit_matrix_grows_with_the_square_and_ours_does_not():
