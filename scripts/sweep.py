@@ -10,7 +10,8 @@ starts none, and writes the results.json of those that are finished). A run that
 is then 1.
 
 A `grid` of arguments with lists of values makes a method of every combination, for each of `methods` or without them.
-Instead of a list, a mapping gives each value further arguments of its own: {softmax: {}, top_k: {kept_keys: 8}}.
+Instead of a list, a mapping gives each value further arguments of its own, {softmax: {}, top_k: {kept_keys: 8}}, which
+count more than those of `methods`, as these do more than `common` and --set.
 """
 
 from __future__ import annotations
@@ -160,9 +161,11 @@ def expand(methods: dict[str, dict], grid: dict[str, list | dict]) -> dict[str, 
     """A method for every method and cell of the grid, named by both: "softmax, width=64, depth=2"."""
     for argument, values in grid.items():
         if not isinstance(values, (list, dict)) or not values:
-            raise ValueError(f"grid must give a list of values for {argument}, got {values!r}")
+            raise ValueError(f"grid must give a list or mapping of values for {argument}, got {values!r}")
         for value, needed in values.items() if isinstance(values, dict) else ():
-            if not isinstance(needed, dict):
+            if taken := [name for name in needed or () if name in grid]:
+                raise ValueError(f"{argument}={value} of the grid sets {taken[0]}, which the grid varies itself")
+            if not isinstance(needed, dict | None):
                 raise ValueError(
                     f"grid must give the further arguments of {argument}={value} as a mapping, got {needed!r}"
                 )
@@ -173,7 +176,7 @@ def expand(methods: dict[str, dict], grid: dict[str, list | dict]) -> dict[str, 
             names = [f"{argument}={value}" for argument, value in cell.items()]
             arguments = {**(own or {}), **cell}
             for argument, value in cell.items():
-                arguments |= grid[argument][value] if isinstance(grid[argument], dict) else {}
+                arguments |= (grid[argument][value] or {}) if isinstance(grid[argument], dict) else {}
             expanded[", ".join([method, *names] if method else names)] = arguments
     return expanded
 

@@ -82,11 +82,15 @@ class ModelArguments:
     """Fields of SparseDecoderConfig; those that the task and --positions decide are left out."""
 
     mixer: str = field(default="softmax", metadata={"help": "softmax, sparse_coding, top_k"})
-    threshold: float = field(default=1.0, metadata={"help": "initial xi of sparse_coding"})
+    threshold: float = field(
+        default=1.0, metadata={"help": "initial xi of sparse_coding; below 1 with score_norm=row"}
+    )
     train_threshold: bool = field(default=False, metadata={"help": "learn xi, one per head"})
     kept_keys: int = field(default=4, metadata={"help": "keys that top_k keeps"})
     score_norm: str = field(default="keys", metadata={"help": "of sparse_coding: keys, row, none"})
-    output_norm: str = field(default="", metadata={"help": "none, length, head; default: length for sparse_coding"})
+    output_norm: str = field(
+        default="", metadata={"help": "none, length, head; default: length after score_norm=keys, else none"}
+    )
     l1_penalty: float = field(default=0.0, metadata={"help": "weight of the coefficients' absolute sum in the loss"})
     hidden_size: int = field(default=128, metadata={"help": "width"})
     intermediate_size: int = field(default=256, metadata={"help": "width of the MLP"})

@@ -209,8 +209,6 @@ def _measure(
 ) -> list[dict]:
     operands = make_operands(length, density, dtype, turns.seed, device, head_dim)
     cotangent = torch.randn(operands[0].shape, device=device, dtype=dtype)
-    kind_of_operands = f"{str(dtype).removeprefix('torch.')} D {head_dim}"
-    share = "" if density == 1 else f" at density {density:g}"
     forward, training = {}, {}
     for name in names:
         forward[name] = _synchronised(lambda f=CONTENDERS[name]: _without_gradients(f, operands), device)
@@ -219,7 +217,7 @@ def _measure(
         )
     memory = {name: peak_memory(step, device) for name, step in training.items()}
     seconds = {
-        kind: take_turns(steps, turns, f"{kind_of_operands}, {length} tokens{share}, {kind}")
+        kind: take_turns(steps, turns, f"{length} tokens, {dtype}, D {head_dim}, density {density:g}, {kind}")
         for kind, steps in (("forward", forward), ("training", training))
     }
     runs = []
@@ -228,29 +226,36 @@ def _measure(
         for metric, kind in ((FORWARD, "forward"), (TRAINING, "training")):
             metrics[f"{kind}_seconds"] = float(sorted(seconds[kind][name])[turns.rounds // 2])
             metrics |= ratio_metrics(metric, seconds[kind][name], seconds[kind][SDPA], turns.seed)
+        settings = {
+            "contender": name,
+            "length": length,
+            "density": density,
+            "dtype": str(dtype).removeprefix("torch."),
+            "heads": HEADS[device],
+            "head_dim": head_dim,
+            "threshold": XI.get(name.removeprefix("explicit ")),
+            "threads": turns.threads,
+            "rounds": turns.rounds,
+            "clock": turns.clock,
+            "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        }
         runs.append(
             {
-                "method": f"{kind_of_operands}, {name}{share}, {length} tokens",  # as cross_table reads it
+                "method": ", ".join((*_label(settings), f"{length} tokens")),  # as cross_table reads it
                 "seed": turns.seed,
                 "trainable_parameters": 0,
                 "samples": turns.rounds,
-                "settings": {
-                    "contender": name,
-                    "length": length,
-                    "density": density,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "heads": HEADS[device],
-                    "head_dim": head_dim,
-                    "threshold": XI.get(name.removeprefix("explicit ")),
-                    "threads": turns.threads,
-                    "rounds": turns.rounds,
-                    "clock": turns.clock,
-                    "device": torch.cuda.get_device_name() if device == "cuda" else device,
-                },
+                "settings": settings,
                 "metrics": metrics,
             }
         )
     return runs
+
+
+def _label(settings: dict) -> tuple[str, str]:
+    """What is common to the runs of a table or panel, and the name of one row or line of it."""
+    share = "" if settings["density"] == 1 else f" at density {settings['density']:g}"
+    return f"{settings['dtype']} D {settings['head_dim']}", f"{settings['contender']}{share}"
 
 
 def _without_gradients(attend: Attention, operands: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -329,10 +334,12 @@ def picture(runs: list[dict], path: Path) -> None:
     panels: dict[str, dict[str, list[tuple[int, dict]]]] = {}
     for run in runs:
         settings = run["settings"]
-        panel, name, _ = run["method"].split(", ")
         if settings["contender"] != SDPA or settings["density"] == 1:
+            panel, name = _label(settings)
             panels.setdefault(panel, {}).setdefault(name, []).append((settings["length"], run["metrics"]))
     figure, axes = new_figure(5.2 * len(panels), 4.6, len(panels))
+    from matplotlib.ticker import LogLocator, NullLocator
+
     for axis, (panel, curves) in zip(axes[0], panels.items(), strict=True):
         for number, (name, points) in enumerate(curves.items()):
             lengths, metrics = zip(*sorted(points, key=lambda point: point[0]), strict=True)
@@ -344,8 +351,10 @@ def picture(runs: list[dict], path: Path) -> None:
         ticks = sorted({length for points in curves.values() for length, _ in points})
         axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="training, ratio to SDPA", title=panel)
         axis.set_xticks(ticks, [str(length) for length in ticks], minor=False)
-        axis.minorticks_off()
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(NullLocator())
     labelled = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
     figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=3, fontsize="small")
     save_figure(figure, path)

@@ -37,7 +37,7 @@ def evaluate_length(
         `exact_match`: share of responses with every token right, EOS included. `id_match` (if the model predicts
         positions): share with every position id right. `concentration`: number of keys that hold 90 % of a row's
         absolute coefficients, where the response is predicted. `zero_coefficients`, `zero_tiles` (of a mixer that
-        makes zeros): shares of the coefficients and of tiles of 128 x 128 of them that causality allows.
+        makes zeros): shares of the coefficients and of tiles of 128 x 128 of them that causality allows, in all rows.
     """
     model.eval()
     starts = range(0, items, batch_size)

@@ -10,12 +10,14 @@ B batch, H heads, G key-value heads (H a multiple of G), T queries, S keys, D an
 Source: arXiv 2511.20194, sec. 3.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
 
 from . import coefficients as sigma
 from .attention_cpu import TILE, attention_cpu
@@ -120,12 +122,17 @@ def eager_coefficients(
 ) -> Float[Tensor, "B H T S"]:
     """`sigma(scale Q K^T)` in float32 at least: bfloat16's rounding of a score crosses xi."""
     groups, wide = key.shape[1], wide_dtype(query)
-    # the heads of a group share their keys: no copy of these
-    scores = (query.to(wide).unflatten(1, (groups, -1)).flatten(2, 3) @ key.to(wide).mT) * scale
+    with _without_autocast(query.device.type):
+        # the heads of a group share their keys: no copy of these
+        scores = (query.to(wide).unflatten(1, (groups, -1)).flatten(2, 3) @ key.to(wide).mT) * scale
     scores = scores.unflatten(2, (-1, query.shape[2])).flatten(1, 2)  # [B, H, T, S]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     return sigma.COEFFICIENTS[kind](scores, threshold=threshold[:, :, None, None].to(wide), mask=allowed)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    return torch.autocast(device_type, enabled=False) if is_autocast_available(device_type) else nullcontext()
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

@@ -214,9 +214,10 @@ FUSED = {"mixer": "sparse_coding", "score_norm": "none"}
 @pytest.mark.parametrize("positions", ["none", "learned", "rope"])
 @pytest.mark.parametrize("train_threshold", [False, True])
 def test_fused_attention_is_the_same_function(positions, train_threshold):
-    explicit = make_model(positions=positions, train_threshold=train_threshold, **FUSED).double()
-    fused = make_model(positions=positions, train_threshold=train_threshold, fused_attention=True, **FUSED).double()
-    tokens, ids = make_batch(2, 70)  # more than one tile
+    # thresholds that float32 does not hold; tokens of five tiles, some of them empty
+    options = {"positions": positions, "train_threshold": train_threshold, "threshold": 1.3, **FUSED}
+    explicit, fused = (make_model(fused_attention=value, **options).double() for value in (False, True))
+    tokens, ids = make_batch(2, 530)
     mask = torch.ones_like(tokens)
     mask[0, :5] = 0
     outputs = [model(tokens, ids, labels=tokens, attention_mask=mask) for model in (explicit, fused)]
@@ -233,6 +234,22 @@ def test_fused_attention_decodes_with_a_cache():
     explicit, fused = (make_model(fused_attention=value, **FUSED) for value in (False, True))
     expected, decoded = (model.greedy(tokens, ids, max_new_tokens=6) for model in (explicit, fused))
     assert torch.equal(decoded.tokens, expected.tokens)
+    with torch.no_grad():
+        whole = fused(tokens, ids).logits
+        first = fused(tokens[:, :4], ids[:, :4], use_cache=True)
+        mask = torch.ones(3, 9, dtype=torch.long)
+        rest = fused(tokens[:, 4:], ids[:, 4:], past_key_values=first.past_key_values, attention_mask=mask)
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), whole)
+
+
+def test_fused_attention_thresholds_alike_under_autocast():
+    model = make_model(fused_attention=True, **FUSED)
+    tokens, ids = make_batch()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        whole = model(tokens, ids).logits
+        first = model(tokens[:, :-1], ids[:, :-1], use_cache=True)
+        last = model(tokens[:, -1:], ids[:, -1:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(last, whole[:, -1:], atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize(
@@ -250,10 +267,42 @@ def test_fused_attention_refuses_what_the_kernel_does_not_know(options):
         SparseDecoderConfig(**{**FUSED, "fused_attention": True, **options})
 
 
-def test_fused_attention_keeps_no_coefficients():
-    model = make_model(fused_attention=True, **FUSED)
-    with pytest.raises(ValueError, match="keeps no coefficients"):
-        model(*make_batch(), output_attentions=True)
+def test_fused_attention_shows_coefficients_when_asked():
+    tokens, ids = make_batch()
+    explicit, fused = (make_model(fused_attention=value, **FUSED) for value in (False, True))
+    expected, shown = (model(tokens, ids, output_attentions=True) for model in (explicit, fused))
+    torch.testing.assert_close(shown.attentions, expected.attentions)
+    torch.testing.assert_close(shown.logits, fused(tokens, ids).logits)
+
+
+def test_fused_attention_of_a_saved_model(tmp_path):
+    make_model(output_norm="head", **FUSED).save_pretrained(tmp_path / "fits")
+    make_model(mixer="sparse_coding").save_pretrained(tmp_path / "does not")
+    tokens, ids = make_batch()
+    load = SparseDecoderForCausalLM.from_pretrained
+    explicit, fused = (load(tmp_path / "fits", fused_attention=value) for value in (False, True))
+    assert fused.config.fused_attention and fused.config.output_norm == "head"
+    torch.testing.assert_close(fused(tokens, ids).logits, explicit(tokens, ids).logits)
+    with pytest.raises(ValueError, match="fused_attention needs mixer"):
+        load(tmp_path / "does not", fused_attention=True)(tokens, ids)
+
+
+def test_a_threshold_that_no_row_reaches_is_refused():
+    with pytest.raises(ValueError, match="score_norm='row' needs a threshold below 1, its largest score, got 1.0"):
+        SparseDecoderConfig(mixer="sparse_coding", score_norm="row")
+
+
+@pytest.mark.parametrize("positions", ["learned", "alibi"])
+def test_row_norm_with_a_cache_and_padding(positions):
+    model = make_model(mixer="sparse_coding", score_norm="row", threshold=0.2, positions=positions)
+    tokens, ids = make_batch()
+    with torch.no_grad():
+        whole = model(tokens, ids).logits
+        mask = torch.tensor([[0, 0] + [1] * 9] * 3)
+        padded = [torch.cat([values[:, :2], values], 1) for values in (tokens, ids)]
+        first = model(padded[0][:, :5], padded[1][:, :5], attention_mask=mask[:, :5], use_cache=True)
+        rest = model(padded[0][:, 5:], padded[1][:, 5:], attention_mask=mask, past_key_values=first.past_key_values)
+    torch.testing.assert_close(torch.cat([first.logits[:, 2:], rest.logits], 1), whole)
 
 
 @pytest.mark.parametrize("fused_attention", [False, True])

@@ -336,7 +336,7 @@ FUSED = {"mixer": "sparse_coding", "position_bias": "none"}
 @pytest.mark.parametrize("transfer", ["none", "paper"])
 @pytest.mark.parametrize("threshold_type", ["fixed", "layer", "head"])
 def test_fused_attention_is_the_same_function(transfer, threshold_type):
-    options = {"transfer": transfer, "threshold_type": threshold_type, "threshold": 0.05, **FUSED}
+    options = {"transfer": transfer, "threshold_type": threshold_type, "threshold": 0.07, **FUSED}
     explicit, fused = (small(fused_attention=value, **options).double() for value in (False, True))
     labels = torch.tensor([[1, 2]] * 3)
     outputs = [model(some_inputs(), labels, threshold_scale=0.5) for model in (explicit, fused)]
@@ -363,6 +363,13 @@ def test_fused_attention_refuses_what_the_kernel_does_not_know(options):
         SparseTransformerConfig(**{**SMALL, **FUSED, "fused_attention": True, **options})
 
 
-def test_fused_attention_keeps_no_coefficients():
-    with pytest.raises(ValueError, match="keeps no coefficients"):
-        small(fused_attention=True, **FUSED)(some_inputs(), output_attentions=True)
+def test_fused_attention_shows_coefficients_when_asked(tmp_path):
+    small(transfer="paper", threshold=0.05, **FUSED).save_pretrained(tmp_path)
+    load = SparseTransformerForTokenClassification.from_pretrained
+    explicit, fused = (load(tmp_path, fused_attention=value) for value in (False, True))
+    expected, shown = (model(some_inputs(), output_attentions=True) for model in (explicit, fused))
+    torch.testing.assert_close(shown.attentions, expected.attentions)
+    torch.testing.assert_close(fused(some_inputs()).logits, expected.logits)
+    fused.config.mixer = "softmax"
+    with pytest.raises(ValueError, match="fused_attention needs mixer"):
+        fused(some_inputs())

@@ -89,7 +89,7 @@ def test_a_grid_makes_a_method_of_every_cell(config):
 
 
 def test_a_grid_value_brings_its_own_arguments(config):
-    grid = {"kind": {"plain": {}, "top": {"kept": 8, "x": 4}}, "size": [1]}
+    grid = {"kind": {"plain": None, "top": {"kept": 8, "x": 4}}, "size": [1]}
     read = sweep.read_sweep(config(methods={"a": {"x": 3}}, grid=grid), [], None)
     assert read.methods == {
         "a, kind=plain, size=1": {"x": 3, "kind": "plain", "size": 1},
@@ -203,8 +203,12 @@ def test_signals_end_the_children(config, sign):
         ({"methods": {}}, "need at least one method and one seed"),
         ({"methods": None}, r"sweep\.yaml lacks methods"),
         ({"grid": [1]}, r"grid must be a dict, got \[1\]"),
-        ({"grid": {"value": 3}}, "grid must give a list of values for value, got 3"),
-        ({"grid": {"kind": {"top": 8}}}, "the further arguments of kind=top as a mapping, got 8"),
+        ({"grid": {"value": 3}}, "grid must give a list or mapping of values for value, got 3"),
+        ({"grid": {"kind": {"top": "8"}}}, "the further arguments of kind=top as a mapping, got '8'"),
+        (
+            {"grid": {"size": [1], "kind": {"top": {"size": 2}}}},
+            "kind=top of the grid sets size, which the grid varies",
+        ),
         ({"command": "none.py"}, r"command 'none\.py' is no file"),
     ],
 )

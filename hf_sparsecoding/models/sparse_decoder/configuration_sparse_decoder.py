@@ -17,29 +17,32 @@ class SparseDecoderConfig(PreTrainedConfig):
     Args:
         vocab_size: Number of tokens.
         mixer: "softmax", "sparse_coding" (`prox_xi` of the scores) or "top_k" (softmax over the k largest scores).
-        threshold: Initial xi >= 0 of "sparse_coding", in units of the scores as normalised by `score_norm`.
+        threshold: Initial xi >= 0 of "sparse_coding", in units of the scores as normalised by `score_norm`; below 1
+            for `score_norm="row"`, whose scores are at most 1.
         train_threshold: One learned xi per head, instead of a fixed one.
         kept_keys: k of "top_k".
         score_norm: "keys" divides the scores of "sparse_coding" by their root mean square over the keys that the query
-            may use, "row" by their Euclidean norm: what a key gets then does not depend on how many keys without
-            a score there are. "none" does not.
-        output_norm: "length" divides a head's output by the square root of the number of keys that the query may use,
-            as it grows with that under `score_norm="keys"`; "head" divides it by its own root mean square. None picks
+            may use, "row" by their Euclidean norm: what a key gets then does not depend on how many keys there are
+            whose score is zero. "none" does not.
+        output_norm: "length" divides a head's output by the square root of the number of keys that the query may use:
+            under `score_norm="keys"` outputs grow with that. "head" divides it by its own root mean square. None picks
             "length" for "sparse_coding" with `score_norm="keys"` and "none" for the others.
         positions: "none"; "learned": a table of embeddings by position id, which may be absolute or coupled; "rope",
             "relative" (T5's learned bias per head and bucket of distances) and "alibi" count tokens and ignore the
             ids. Where softmax subtracts ALiBi's penalty from the scores, "sparse_coding" adds it to xi: a proximal
-            operator is signed, and a large negative score is a large coefficient.
+            operator is signed, and a large negative score is a large coefficient. With `score_norm="row"` a head whose
+            slope is s therefore sees less than (1 - xi) / s tokens.
         max_position: Greatest position id of "learned" and of `predict_positions`.
         predict_positions: A second head predicts the next token's position id (predictive position coupling).
         l1_penalty: Weight of `sum_j |alpha_tj|` in the loss, a mean over heads, layers and the tokens t with a label.
             It is constant where the coefficients come from a softmax.
         head_dim: Size of queries, keys and values per head. None: hidden_size / num_attention_heads.
         rope_theta: Base of the rotary frequencies.
-        fused_attention: Leave the coefficients to `hf_sparsecoding.ops.sparse_attention`, which never holds them all:
-            memory linear in the tokens, and empty tiles cost nothing in the backward pass. Only what that kernel
-            knows: `mixer="sparse_coding"`, `score_norm="none"`, `output_norm` "none" or "head", no "relative" or
-            "alibi", no `l1_penalty`, and no `output_attentions`.
+        fused_attention: Leave the coefficients to `hf_sparsecoding.ops.sparse_attention`: on a CPU, and in half
+            precision on a GPU, it never holds all of them (memory is linear in the tokens) and skips tiles that it has
+            found empty in the backward pass. Only what it knows: `mixer="sparse_coding"`, `score_norm="none"`,
+            `output_norm` "none" or "head", no "relative" or "alibi", no `l1_penalty`. `output_attentions` takes the
+            explicit way.
         relative_buckets, relative_distance: Buckets of "relative", and the distance from which all share the last one.
         initializer_range: Standard deviation of the embeddings of tokens and positions at the start.
     """
@@ -104,6 +107,24 @@ class SparseDecoderConfig(PreTrainedConfig):
                 "train_threshold needs mixer='sparse_coding' and a threshold above 0 to start from, got "
                 f"{self.mixer!r} and {self.threshold}"
             )
+        if self.score_norm == "row" and self.mixer == "sparse_coding" and self.threshold >= 1:
+            raise ValueError(f"score_norm='row' needs a threshold below 1, its largest score, got {self.threshold}")
+        self.check_fused_attention()
+        if self.predict_positions and self.positions != "learned":
+            raise ValueError(f"predict_positions needs positions='learned', got {self.positions!r}")
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"positions='rope' needs an even head_dim, got {self.head_dim}")
+        if self.relative_buckets < 2 or self.relative_distance <= self.relative_buckets // 2:
+            raise ValueError(
+                "relative_buckets must be at least 2 and relative_distance above half of them, got "
+                f"{self.relative_buckets} and {self.relative_distance}"
+            )
+
+    def check_fused_attention(self) -> None:
+        """
+        Raises:
+            ValueError: `fused_attention` is set together with something that the kernel does not know.
+        """
         if self.fused_attention and (
             (self.mixer, self.score_norm) != ("sparse_coding", "none")
             or self.output_norm == "length"
@@ -114,13 +135,4 @@ class SparseDecoderConfig(PreTrainedConfig):
                 "fused_attention needs mixer='sparse_coding', score_norm='none', output_norm 'none' or 'head', "
                 f"positions other than 'relative' and 'alibi', and no l1_penalty, got {self.mixer!r}, "
                 f"{self.score_norm!r}, {self.output_norm!r}, {self.positions!r} and {self.l1_penalty}"
-            )
-        if self.predict_positions and self.positions != "learned":
-            raise ValueError(f"predict_positions needs positions='learned', got {self.positions!r}")
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(f"positions='rope' needs an even head_dim, got {self.head_dim}")
-        if self.relative_buckets < 2 or self.relative_distance <= self.relative_buckets // 2:
-            raise ValueError(
-                "relative_buckets must be at least 2 and relative_distance above half of them, got "
-                f"{self.relative_buckets} and {self.relative_distance}"
             )

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from ...ops import coefficients, rms_over_keys, rms_per_head, sparse_attention
+from ...ops.attention import wide_dtype
 from .configuration_sparse_decoder import SparseDecoderConfig
 from .positions import alibi_slopes, relative_buckets, rotate
 
@@ -24,7 +25,7 @@ IGNORED = -100
 
 
 class Layout(NamedTuple):
-    """Where the new tokens stand among all: the same for every layer. `fused_attention` needs no matrices [T, S].
+    """Where the new tokens stand among all: the same for every layer. Fused attention needs none of the matrices.
 
     places: Index of the new tokens, [T].
     kept: Keys that are not padding, bool [B, 1, 1, S]; None: all.
@@ -63,7 +64,7 @@ class SparseDecoderAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, layout: Layout, cache: DynamicCache | None
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [B, T, F] -> the same, and the coefficients [B, H, T, S]; None if they are fused."""
+        """hidden_states [B, T, F] -> the same, and the coefficients [B, H, T, S]; None without `layout.allowed`."""
         config, (batch, tokens, _) = self.config, hidden_states.shape
         projected = self.qkv_proj(hidden_states).view(batch, tokens, 3, config.num_attention_heads, config.head_dim)
         query, key, value = projected.permute(2, 0, 3, 1, 4)  # [B, H, T, D] each
@@ -72,10 +73,10 @@ class SparseDecoderAttention(nn.Module):
             key = rotate(key, layout.places, config.rope_theta)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_index)
-        if config.fused_attention:
-            alpha, xi = None, torch.as_tensor(self.threshold()).flatten()
-            rule = {"coefficients": "soft_threshold", "threshold": xi, "mask": layout.kept, "causal": True}
-            out = sparse_attention(query, key, value, **rule)
+        if layout.allowed is None:
+            alpha, xi = None, self.threshold()
+            rule = {"coefficients": "soft_threshold", "threshold": xi.flatten() if config.train_threshold else xi}
+            out = sparse_attention(query, key, value, **rule, mask=layout.kept, causal=True)
         else:
             alpha = self.coefficients((query * config.head_dim**-0.5) @ key.mT, layout)
             out = alpha @ value
@@ -99,10 +100,12 @@ class SparseDecoderAttention(nn.Module):
             return coefficients.softmax(scores - penalty, allowed)
         if config.mixer == "top_k":
             return coefficients.top_k(scores - penalty, config.kept_keys, allowed)
+        # rounding a score to half precision would move it across xi
+        wide = scores.to(wide_dtype(scores))
         if config.score_norm != "none":
             count = layout.counts if config.score_norm == "keys" else torch.ones_like(layout.counts)
-            scores = rms_over_keys(scores.masked_fill(~allowed, 0), count=count)
-        return coefficients.soft_threshold(scores, self.threshold() + penalty, allowed)
+            wide = rms_over_keys(wide.masked_fill(~allowed, 0), count=count)
+        return coefficients.soft_threshold(wide, self.threshold() + penalty, allowed).to(scores.dtype)
 
 
 class SparseDecoderLayer(nn.Module):
@@ -193,11 +196,11 @@ class SparseDecoderModel(SparseDecoderPreTrainedModel):
                 )
             hidden_states = hidden_states + self.position_embedding(position_ids)
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
-        if output_attentions and config.fused_attention:
-            raise ValueError("output_attentions needs fused_attention=False: the fused kernel keeps no coefficients")
+        config.check_fused_attention()  # it may have been set since
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
-        layout = self.layout(input_ids, attention_mask, past_key_values)
+        explicit = output_attentions or not config.fused_attention
+        layout = self.layout(input_ids, attention_mask, past_key_values, explicit)
         attentions = []
         for layer in self.layers:
             hidden_states, alpha = layer(hidden_states, layout, past_key_values)
@@ -210,7 +213,9 @@ class SparseDecoderModel(SparseDecoderPreTrainedModel):
         return_dict = config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
 
-    def layout(self, input_ids: Tensor, attention_mask: Tensor | None, cache: DynamicCache | None) -> Layout:
+    def layout(
+        self, input_ids: Tensor, attention_mask: Tensor | None, cache: DynamicCache | None, explicit: bool = True
+    ) -> Layout:
         past = 0 if cache is None else cache.get_seq_length()
         total = past + input_ids.shape[1]
         keys = torch.arange(total, device=input_ids.device)
@@ -222,7 +227,7 @@ class SparseDecoderModel(SparseDecoderPreTrainedModel):
                     f"{list(attention_mask.shape)}"
                 )
             kept = attention_mask.bool()[:, None, None]
-        if self.config.fused_attention:
+        if not explicit:
             return Layout(places, kept)
         distances = places[:, None] - keys  # [T, S]
         allowed = distances >= 0 if kept is None else (distances >= 0) & kept

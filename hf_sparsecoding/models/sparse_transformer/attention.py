@@ -87,8 +87,9 @@ class SparseTransformerAttention(nn.Module):
         key = key.relu() if config.phi == "relu" else key
         value = value.relu() if config.psi == "relu" else value
         transferred = config.transfer != "none" and config.transfer_stage == "coefficients"
-        if config.fused_attention:
-            lifted, xi = None, torch.as_tensor(threshold_scale * self.threshold()).flatten()
+        if config.fused_attention and not output:
+            lifted, xi = None, threshold_scale * self.threshold()
+            xi = xi if config.threshold_type == "fixed" else xi.flatten()
             out = sparse_attention(query, key, value, coefficients="soft_threshold", threshold=xi)
             out = self.transfer(out) if transferred else out
         else:

@@ -40,10 +40,11 @@ class SparseTransformerConfig(PreTrainedConfig):
             hyla and "none" for the others.
         output_norm: "head" divides each head's output by its root mean square; "length" divides it by sqrt(N), as a
             sum over N keys with coefficients of size one grows with it.
-        fused_attention: Leave the coefficients to `hf_sparsecoding.ops.sparse_attention`, which never holds them all:
-            memory linear in the tokens, and empty tiles cost nothing in the backward pass. Only what that kernel
-            knows: `mixer="sparse_coding"`, `score_norm="none"`, `position_bias="none"`, transfer "none" or "paper" of
-            the coefficients, and no `output_attentions`.
+        fused_attention: Leave the coefficients to `hf_sparsecoding.ops.sparse_attention`: on a CPU, and in half
+            precision on a GPU, it never holds all of them (memory is linear in the tokens) and skips tiles that it has
+            found empty in the backward pass. Only what it knows: `mixer="sparse_coding"`, `score_norm="none"`,
+            `position_bias="none"`, transfer "none" or "paper" of the coefficients. `output_attentions` takes the
+            explicit way.
         input_type: "one_hot": integers below `num_values`, -1 for a zero vector. "continuous": vectors of size
             `input_size`. "patches": images of `image_size` pixels a side, cut into squares of `patch_size`.
         sequence_length: Tokens N, a multiple of `context_length`.
@@ -138,16 +139,7 @@ class SparseTransformerConfig(PreTrainedConfig):
             raise ValueError(f"threshold_type={self.threshold_type!r} needs mixer='sparse_coding', got {self.mixer!r}")
         if self.transfer_stage == "scores" and self.transfer == "none":
             raise ValueError("transfer_stage='scores' needs transfer='paper' or 'aligned', got 'none'")
-        if self.fused_attention and (
-            (self.mixer, self.score_norm, self.position_bias) != ("sparse_coding", "none", "none")
-            or self.transfer == "aligned"
-            or self.transfer_stage == "scores"
-        ):
-            raise ValueError(
-                "fused_attention needs mixer='sparse_coding', score_norm='none', position_bias='none' and transfer "
-                f"'none' or 'paper' of the coefficients, got {self.mixer!r}, {self.score_norm!r}, "
-                f"{self.position_bias!r} and {self.transfer!r} of the {self.transfer_stage}"
-            )
+        self.check_fused_attention()
         if self.threshold_type != "fixed" and self.threshold == 0:
             raise ValueError("a learned threshold must start above 0, got threshold=0")
         if self.sequence_length % self.context_length:
@@ -167,6 +159,22 @@ class SparseTransformerConfig(PreTrainedConfig):
         if self.input_type == "patches" and self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size must be a multiple of patch_size, got {self.image_size} and {self.patch_size}"
+            )
+
+    def check_fused_attention(self) -> None:
+        """
+        Raises:
+            ValueError: `fused_attention` is set together with something that the kernel does not know.
+        """
+        if self.fused_attention and (
+            (self.mixer, self.score_norm, self.position_bias) != ("sparse_coding", "none", "none")
+            or self.transfer == "aligned"
+            or self.transfer_stage == "scores"
+        ):
+            raise ValueError(
+                "fused_attention needs mixer='sparse_coding', score_norm='none', position_bias='none' and transfer "
+                f"'none' or 'paper' of the coefficients, got {self.mixer!r}, {self.score_norm!r}, "
+                f"{self.position_bias!r} and {self.transfer!r} of the {self.transfer_stage}"
             )
 
     @property

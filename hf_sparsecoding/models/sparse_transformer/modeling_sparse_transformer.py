@@ -135,8 +135,7 @@ class SparseTransformerModel(SparseTransformerPreTrainedModel):
             last: Compute the last hidden state of this many tokens at the end only. None: of all.
         """
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
-        if output_attentions and self.config.fused_attention:
-            raise ValueError("output_attentions needs fused_attention=False: the fused kernel keeps no coefficients")
+        self.config.check_fused_attention()  # it may have been set since
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden_states = self.embedding(self.vectors(inputs))
         distances = self.distances(inputs.device)
