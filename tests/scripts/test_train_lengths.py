@@ -51,7 +51,8 @@ def test_run_writes_model_and_results(tmp_path):
     run = written["runs"][0]
     assert (written["experiment"], run["method"]) == ("tiny", "addition, predicted, sparse_coding")
     assert (run["seed"], run["samples"], run["settings"]["threshold"]) == (3, 48, 0.5)
-    names = {f"{name}_{at}" for name in ("exact_match", "id_match", "concentration") for at in (3, 4, 6, "2x")}
+    by_length = ("exact_match", "id_match", "concentration", "zero_coefficients", "zero_tiles")
+    names = {f"{name}_{at}" for name in by_length for at in (3, 4, 6, "2x")}
     assert names | {"train_loss", "step_seconds"} == set(run["metrics"])
     assert run["metrics"]["id_match_2x"] == run["metrics"]["id_match_6"]
     assert run["settings"]["items"] == {name: 12 for name in run["metrics"] if "_match_" in name}
