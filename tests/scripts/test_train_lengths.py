@@ -141,7 +141,8 @@ def test_published_configs_give_models():
     for command in commands:
         arguments, model_arguments, _ = parse([LengthArguments, ModelArguments, TrainingArguments], command, "")
         model = make_model(make_task(arguments), arguments, model_arguments)
-        shape = model.config.hidden_size, model.config.num_hidden_layers, model.config.head_dim
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+        shape = [getattr(model.config, name) for name in names]
         sizes.setdefault((arguments.task, arguments.positions, *shape), set()).add(model.num_parameters())
     assert all(len(found) == 1 for found in sizes.values()), "mixers of one table have equal parameters"
 
