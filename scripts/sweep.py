@@ -163,12 +163,12 @@ def expand(methods: dict[str, dict], grid: dict[str, list | dict]) -> dict[str, 
         if not isinstance(values, (list, dict)) or not values:
             raise ValueError(f"grid must give a list or mapping of values for {argument}, got {values!r}")
         for value, needed in values.items() if isinstance(values, dict) else ():
-            if taken := [name for name in needed or () if name in grid]:
-                raise ValueError(f"{argument}={value} of the grid sets {taken[0]}, which the grid varies itself")
             if not isinstance(needed, dict | None):
                 raise ValueError(
                     f"grid must give the further arguments of {argument}={value} as a mapping, got {needed!r}"
                 )
+            if taken := [name for name in needed or () if name in grid]:
+                raise ValueError(f"{argument}={value} of the grid sets {taken[0]}, which the grid varies itself")
     expanded = {}
     for method, own in methods.items():
         for values in product(*grid.values()):

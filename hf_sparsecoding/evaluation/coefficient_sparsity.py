@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..adapter.layer import SparseCodingAttention
-from ..ops.attention import Sparsity, sparsity, tiles_with_any
+from ..ops.attention import Sparsity, explicit_sparsity
 
 
 class TextMeasures(NamedTuple):
@@ -74,9 +74,7 @@ def recorded_sparsity(model: torch.nn.Module) -> Iterator[list[Sparsity]]:
             raise ValueError(
                 'the coefficients are not computed as a whole; load the model with attn_implementation="eager"'
             )
-        nonzero = outputs[1] != 0
-        counts = nonzero.sum((2, 3)).float()
-        layers.append(sparsity(tiles_with_any(nonzero), counts, *nonzero.shape[2:], causal=True, window=None))
+        layers.append(explicit_sparsity(outputs[1], causal=True))
 
     modules = [module for module in model.modules() if isinstance(module, SparseCodingAttention)]
     if not modules:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..models import SparseDecoderForCausalLM
-from ..ops.attention import sparsity, tiles_with_any
+from ..ops.attention import explicit_sparsity
 from ..tasks.length_generalization import EOS, PAD, SequenceTask
 
 
@@ -92,7 +92,5 @@ def keys_needed(alpha: Float[Tensor, "B H T S"], share: float = HELD_SHARE) -> F
 
 def zero_shares(alpha: Float[Tensor, "B H T T"]) -> tuple[float, float]:
     """Shares of causal coefficients, and of tiles of them, that are zero: means over problems and heads."""
-    nonzero = alpha != 0
-    counts = nonzero.sum((2, 3)).float()
-    found = sparsity(tiles_with_any(nonzero), counts, *alpha.shape[2:], causal=True, window=None)
+    found = explicit_sparsity(alpha, causal=True)
     return found.elements.mean().item(), found.tiles.mean().item()

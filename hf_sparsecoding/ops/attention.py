@@ -80,7 +80,7 @@ def sparse_attention(
         allowed = allowed_keys(queries, key.shape[2], mask, causal, window, query.device)
         alpha = eager_coefficients(query, key, coefficients, xi, scale, allowed, softcap)
         output = decode(torch.nn.functional.dropout(alpha, dropout).to(query.dtype), value)
-        return (output, _eager_sparsity(alpha, causal, window)) if return_sparsity else output
+        return (output, explicit_sparsity(alpha, causal, window)) if return_sparsity else output
     if softcap is not None or dropout:
         raise ValueError(f'backend={backend!r} knows neither softcap ({softcap}) nor dropout ({dropout}); use "eager"')
     attend = _triton() if backend == "triton" else attention_cpu
@@ -179,9 +179,10 @@ def sparsity(
     )
 
 
-def _eager_sparsity(alpha: Tensor, causal: bool, window: int | None) -> Sparsity:
+def explicit_sparsity(alpha: Float[Tensor, "B H T S"], causal: bool, window: int | None = None) -> Sparsity:
+    """Of coefficients that are there as a matrix."""
     nonzero = (alpha != 0).detach()
-    counts = nonzero.sum((2, 3)).to(alpha.dtype)
+    counts = nonzero.sum((2, 3)).to(wide_dtype(alpha))  # half precision cannot count that far
     return sparsity(tiles_with_any(nonzero), counts, *alpha.shape[2:], causal, window)
 
 

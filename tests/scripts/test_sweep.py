@@ -204,7 +204,7 @@ def test_signals_end_the_children(config, sign):
         ({"methods": None}, r"sweep\.yaml lacks methods"),
         ({"grid": [1]}, r"grid must be a dict, got \[1\]"),
         ({"grid": {"value": 3}}, "grid must give a list or mapping of values for value, got 3"),
-        ({"grid": {"kind": {"top": "8"}}}, "the further arguments of kind=top as a mapping, got '8'"),
+        ({"grid": {"kind": {"top": 8}}}, "the further arguments of kind=top as a mapping, got 8"),
         (
             {"grid": {"size": [1], "kind": {"top": {"size": 2}}}},
             "kind=top of the grid sets size, which the grid varies",
