@@ -64,7 +64,7 @@ class ModelArguments:
     phi: str = field(default="linear", metadata={"help": "linear or relu encoding dictionary"})
     psi: str = field(default="linear", metadata={"help": "linear or relu decoding dictionary"})
     score_norm: str = field(default="", metadata={"help": "none, heads or keys; default: the mixer's"})
-    output_norm: str = field(default="none", metadata={"help": "none, or head: RMS-normalise each head's output"})
+    output_norm: str = field(default="none", metadata={"help": "none, head (RMS per head), length (1 / sqrt N)"})
     patch_size: int = field(default=4, metadata={"help": "side of a token's patch in pixels, for images"})
     hidden_size: int = field(default=128, metadata={"help": "width"})
     intermediate_size: int = field(default=256, metadata={"help": "width of the MLP"})
@@ -74,6 +74,7 @@ class ModelArguments:
     position_bias: str = field(default="past", metadata={"help": "none, past, both: bias per distance"})
     norm: str = field(default="layer", metadata={"help": "layer or rms normalisation"})
     use_bias: bool = field(default=True, metadata={"help": "biases in linear layers and norms"})
+    image_loss: str = field(default="mse", metadata={"help": "mse, or log_mse: mean over pictures of log(MSE + 1e-4)"})
 
     def options(self) -> dict:
         """Fields of the configuration."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}  # -> transformers' names
 PRECISIONS = ("no", "bf16", "fp16")
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "sgd", "muon")
 DECAYED = ("all", "matrices")
 # fields that decide where and how a run is watched, not what it computes
 BOOKKEEPING = {
@@ -32,7 +32,10 @@ class TrainingArguments:
     steps: int = field(default=200, metadata={"help": "optimizer steps in all"})
     batch_size: int = field(default=16, metadata={"help": "examples per optimizer step, over all processes"})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "forward passes per optimizer step"})
-    optimizer: str = field(default="adamw", metadata={"help": "adamw, or sgd without momentum"})
+    optimizer: str = field(
+        default="adamw",
+        metadata={"help": "adamw, sgd without momentum, or muon for the layers' matrices and adamw for the rest"},
+    )
     learning_rate: float = field(default=1e-2, metadata={"help": "highest learning rate, after the warm-up"})
     warmup_steps: int = field(default=10, metadata={"help": "steps over which the learning rate rises from 0"})
     schedule: str = field(default="linear", metadata={"help": "after the warm-up: linear or cosine (to 0), constant"})
@@ -40,7 +43,7 @@ class TrainingArguments:
         default=0.0, metadata={"help": "cosine ends at this share of learning_rate instead of 0"}
     )
     weight_decay: float = field(
-        default=0.0, metadata={"help": "adamw's decoupled weight decay; of sgd the factor of an L2 penalty"}
+        default=0.0, metadata={"help": "decoupled weight decay of adamw and muon; of sgd the factor of an L2 penalty"}
     )
     weight_decay_on: str = field(
         default="all", metadata={"help": "all parameters, or matrices: the weights of linear layers and embeddings"}

@@ -29,6 +29,7 @@ from transformers import get_scheduler
 
 from . import checkpoints
 from .arguments import SCHEDULES, TrainingArguments
+from .optimizers import make_optimizer
 
 
 Batch = Mapping[str, Any]
@@ -147,17 +148,6 @@ def _flat(values: dict) -> dict:
     return {k: v if isinstance(v, (int, float, str, bool)) else json.dumps(v) for k, v in values.items()}
 
 
-def _parameter_groups(model: torch.nn.Module, arguments: TrainingArguments) -> list[dict]:
-    """Trainable parameters with their weight decay."""
-    parameters = list(checkpoints.trainable(model).values())
-    if arguments.weight_decay_on == "all":
-        return [{"params": parameters, "weight_decay": arguments.weight_decay}]
-    matrices = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear | torch.nn.Embedding)}
-    groups = {arguments.weight_decay: [p for p in parameters if id(p) in matrices]}
-    groups.setdefault(0.0, []).extend(p for p in parameters if id(p) not in matrices)
-    return [{"params": group, "weight_decay": decay} for decay, group in groups.items() if group]
-
-
 def _make_scheduler(optimizer: torch.optim.Optimizer, arguments: TrainingArguments):
     if arguments.final_learning_rate_share:
         name, options = "cosine_with_min_lr", {"min_lr_rate": arguments.final_learning_rate_share}
@@ -180,8 +170,7 @@ class _Run:
         identity = {**settings, **arguments.identity(), "num_processes": accelerator.num_processes}
         self.identity = json.loads(json.dumps(identity))
         self.parameters = parameters
-        kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[arguments.optimizer]
-        optimizer = kind(_parameter_groups(model, arguments), lr=arguments.learning_rate)
+        optimizer = make_optimizer(model, arguments)
         # not handed to accelerate, which would step it once per process
         self.scheduler = _make_scheduler(optimizer, arguments)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)

@@ -196,6 +196,10 @@ def test_image_regression_draws_and_learns():
     output = model(images, labels=labels)
     assert output.logits.shape == (2, 1, 8, 8)
     torch.testing.assert_close(output.loss, (output.logits - labels).square().mean())
+    model.config.image_loss = "log_mse"
+    errors = [((drawn - label) ** 2).mean() for drawn, label in zip(output.logits, labels, strict=True)]
+    expected = sum(torch.log(error + 1e-4) for error in errors) / 2
+    torch.testing.assert_close(model(images, labels=labels).loss, expected)
 
 
 def test_continuous_inputs_are_tokens():
@@ -269,6 +273,8 @@ def test_inputs_that_do_not_fit():
         images(torch.zeros(1, 12, 4, 4))
     with pytest.raises(ValueError, match="multiple of the 4 patches of a picture, got 3"):
         small(kind=SparseTransformerForImageRegression, **{**IMAGES, "target_length": 3})
+    with pytest.raises(ValueError, match="image_loss must be one of mse, log_mse, got 'psnr'"):
+        small(kind=SparseTransformerForImageRegression, image_loss="psnr", **IMAGES)
     with pytest.raises(ValueError, match="needs input_type='patches', got 'one_hot'"):
         small(kind=SparseTransformerForImageRegression)
 

@@ -231,7 +231,7 @@ def test_two_processes_give_the_result_of_one(tmp_path):
         ({"mixer": "hyla"}, "mixer must be one of softmax, sparse_coding, got 'hyla'"),
         ({"classes": 9}, r"classes must be a multiple of labels \(8\), got 9"),
         ({"eval_items": 0}, "eval_items must be at least 1, got 0"),
-        ({"optimizer": "lion"}, "optimizer must be one of adamw, sgd, got 'lion'"),
+        ({"optimizer": "lion"}, "optimizer must be one of adamw, sgd, muon, got 'lion'"),
         ({"model": "minimal", "transfer": "paper"}, "has no mixer='softmax' with transfer='paper'"),
         ({"label_bias": True}, "label_bias=True needs model='minimal'"),
     ],

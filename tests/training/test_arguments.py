@@ -9,7 +9,7 @@ from hf_sparsecoding.training import TrainingArguments, make_accelerator
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"batch_size": -4}, "batch_size must be at least 1, got -4"),
         ({"learning_rate": 0.0}, "learning_rate must be above 0, got 0.0"),
-        ({"optimizer": "adam"}, "optimizer must be one of adamw, sgd, got 'adam'"),
+        ({"optimizer": "adam"}, "optimizer must be one of adamw, sgd, muon, got 'adam'"),
         ({"schedule": "cosin"}, "schedule must be one of linear, cosine, constant, got 'cosin'"),
         ({"mixed_precision": "bf8"}, "mixed_precision must be one of no, bf16, fp16, got 'bf8'"),
         ({"steps": 5, "warmup_steps": 5}, r"warmup_steps must be below steps \(5\), got 5"),

@@ -319,6 +319,66 @@ def test_sgd_is_plain_gradient_descent(tmp_path):
         train(make_model(), batch, mse, arguments(tmp_path, steps=3, **{**options, "optimizer": "adamw"}))
 
 
+class Layered(nn.Module):
+    """An embedding, a stack of two layers and a head; one weight of the stack is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Linear(SIZE, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(2))
+        self.head = nn.Linear(6, 1)
+        self.layers[1][2].weight.requires_grad_(False)
+
+    def forward(self, inputs):
+        hidden = self.embedding(inputs)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden)
+
+
+MUON = {"optimizer": "muon", "learning_rate": 0.02, "weight_decay": 0.1, "weight_decay_on": "matrices"}
+
+
+def test_muon_takes_the_layers_matrices_and_leaves_the_rest_to_adamw(tmp_path):
+    options = {**MUON, "steps": 3, "warmup_steps": 0, "schedule": "constant", "max_grad_norm": 0}
+    model, expected = Layered(), Layered()
+    train(model, batch, mse, arguments(tmp_path, **options))
+    turned = [expected.layers[0][0].weight, expected.layers[0][2].weight, expected.layers[1][0].weight]
+    decayed = [expected.embedding.weight, expected.head.weight]
+    biases = [parameter for name, parameter in expected.named_parameters() if name.endswith("bias")]
+    optimizers = [
+        torch.optim.Muon(turned, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(decayed, lr=0.02, weight_decay=0.1),
+        torch.optim.AdamW(biases, lr=0.02, weight_decay=0.0),
+    ]
+    for step in range(3):
+        mse(expected, batch(8 * step, 8)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(weights(model), weights(expected))
+    assert torch.equal(model.layers[1][2].weight, Layered().layers[1][2].weight)  # frozen
+
+
+def test_muon_resumes_exactly_and_learns(tmp_path):
+    whole, cut = Layered(), Layered()
+    expected = train(whole, batch, mse, arguments(tmp_path / "whole", **MUON))
+    assert expected.losses[-1] < 0.5 * expected.losses[0]
+    first = train(cut, batch, mse, arguments(tmp_path / "cut", **MUON))
+    newest = checkpoints.newest(tmp_path / "cut" / "checkpoints")
+    (newest / checkpoints.STATE).unlink()  # the run ended after step 6
+    resumed = Layered()
+    result = train(resumed, batch, mse, arguments(tmp_path / "cut", **MUON))
+    assert result.losses == first.losses == expected.losses
+    assert equal(weights(resumed), weights(whole))
+
+
+def test_muon_needs_layers(tmp_path):
+    with pytest.raises(ValueError, match="none of those is trainable here; use optimizer='adamw'"):
+        train(make_model(), batch, mse, arguments(tmp_path, **MUON))
+
+
 def test_cosine_ends_at_its_share(tmp_path):
     rates = []
     options = {"schedule": "cosine", "final_learning_rate_share": 0.1, "learning_rate": 1e-2, "steps": 50}

@@ -17,6 +17,9 @@ from .attention import SparseTransformerAttention
 from .configuration_sparse_transformer import SparseTransformerConfig
 
 
+FORTY_DECIBELS = 1e-4  # mean squared error of pictures between 0 and 1
+
+
 class SparseTransformerLayer(nn.Module):
     """Attention and MLP, each after a norm and around a residual connection."""
 
@@ -233,7 +236,7 @@ class SparseTransformerForTokenClassification(_WithHead):
 
 
 class SparseTransformerForImageRegression(_WithHead):
-    """Draws the target's pictures: labels [B, images, image_size, image_size], mean squared error."""
+    """Draws the target's pictures: labels [B, images, image_size, image_size], loss as `image_loss` says."""
 
     def __init__(self, config: SparseTransformerConfig):
         if config.input_type != "patches":
@@ -252,7 +255,10 @@ class SparseTransformerForImageRegression(_WithHead):
         return tuple(logits.shape)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return functional.mse_loss(logits.float(), labels)
+        if self.config.image_loss == "mse":
+            return functional.mse_loss(logits.float(), labels)
+        errors = (logits.float() - labels).square().mean((2, 3))
+        return (errors + FORTY_DECIBELS).log().mean()
 
 
 def to_patches(images: Tensor, size: int) -> Tensor:
