@@ -32,6 +32,7 @@ from pathlib import Path
 import yaml
 
 from hf_sparsecoding.reports import results, tables
+from hf_sparsecoding.training.arguments import ASSUMED
 from hf_sparsecoding.training.command_line import near_match, read_mapping, to_flags
 
 
@@ -59,6 +60,11 @@ class Sweep:
             object.__setattr__(self, "methods", expand(self.methods or {"": {}}, self.grid))
         if not self.methods or not self.seeds:
             raise ValueError(f"need at least one method and one seed, got {list(self.methods)} and {self.seeds}")
+        for method, own in self.methods.items():
+            if not isinstance(method, str) or not isinstance(own, dict | None):
+                raise ValueError(f"methods must map names to mappings of arguments, got {method!r}: {own!r}")
+        if not all(type(seed) is int for seed in self.seeds) or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be whole numbers, each once, got {self.seeds}")
         if not Path(self.command).is_file():
             raise ValueError(f"command {self.command!r} is no file; give a script, relative to the current folder")
 
@@ -104,7 +110,8 @@ class Job:
         """Settings of an earlier run of this command that its --config file gives other values today."""
         if "--config" not in self.command:
             return []
-        values, settings = read_mapping(self.command[self.command.index("--config") + 1]), run["settings"]
+        values = read_mapping(self.command[self.command.index("--config") + 1])
+        settings = {**ASSUMED, **run["settings"]}
         used = [name for name in values if name in settings and f"--{name}" not in self.command]
         return [name for name in used if not same(values[name], settings[name])]
 
@@ -130,12 +137,16 @@ class Job:
 
 
 def same(value: object, setting: object) -> bool:
-    """Whether a value of a YAML file, where 1e-3 is text, is a setting, where mappings are JSON text."""
+    """Whether a value of a YAML file, where 1e-3 is text, is a setting, where mappings are JSON text. None is the
+    argument's default, which settings do not name."""
     if isinstance(value, dict | list) and isinstance(setting, str):
         return value == json.loads(setting)
     if isinstance(value, str) and isinstance(setting, int | float):
-        return float(value) == setting
-    return value == setting
+        try:
+            return float(value) == setting
+        except ValueError:
+            return False
+    return value is None or value == setting
 
 
 def read_sweep(path: str, overrides: list[str], output_dir: str | None) -> Sweep:
@@ -187,9 +198,10 @@ def make_jobs(sweep: Sweep) -> list[Job]:
         for method, own in sweep.methods.items():
             folder = Path(sweep.output_dir) / re.sub(r"[^\w.-]", "_", method) / f"seed-{seed}"
             where = {"method": method, "seed": seed, "output_dir": str(folder)}
-            jobs.append(
-                Job(method, seed, folder, [sweep.command, *to_flags({**sweep.common, **(own or {}), **where})])
-            )
+            command = [sweep.command, *to_flags({**sweep.common, **(own or {}), **where})]
+            if twin := next((job for job in jobs if job.folder == folder), None):
+                raise ValueError(f"{twin.method!r} and {method!r} would share the folder {folder}; rename one of them")
+            jobs.append(Job(method, seed, folder, command))
     return jobs
 
 
@@ -242,6 +254,19 @@ def gathered_before(path: Path, jobs: list[Job]) -> dict[str, dict]:
     return {job.name: {**saved, "runs": [run]} for job, run in known if not job.changed_since(run)}
 
 
+def check_versions(finished: list[Job], path: Path, earlier: dict[str, dict]) -> None:
+    """Before more runs are started: `results.merge` does not put runs of other versions beside them."""
+    today = results.versions()
+    parts = {job.folder: results.load(job.folder / results.FILE) for job in finished}
+    for place, part in [*parts.items(), *((path, part) for part in earlier.values())]:
+        if other := [name for name in today if part["versions"].get(name) != today[name]]:
+            raise ValueError(
+                f"{place} was measured with other versions of {', '.join(other)} than are installed, so new runs "
+                "could not be compared with it: install those, delete it, or choose another place with --output_dir "
+                "and --results"
+            )
+
+
 def gather(sweep: Sweep, jobs: list[Job], path: Path, earlier: dict[str, dict]) -> dict | None:
     """One results.json of all finished runs; None if there are none. Methods that lack seeds say so in a note."""
     parts = [
@@ -283,7 +308,10 @@ def main(argv: list[str] | None = None) -> int:
     jobs = make_jobs(sweep)
     path = Path(arguments.results or Path(sweep.output_dir) / results.FILE)
     earlier = gathered_before(path, jobs)
-    waiting = [job for job in jobs if not job.finished() and job.name not in earlier]
+    finished = {job.name for job in jobs if job.finished()}
+    waiting = [job for job in jobs if job.name not in finished | set(earlier)]
+    if waiting and not arguments.gather_only:
+        check_versions([job for job in jobs if job.name in finished], path, earlier)
     print(f"{len(jobs)} runs, {len(jobs) - len(waiting)} of them finished before")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_on_signal)
@@ -302,8 +330,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_detail(name: str, names: list[str]) -> bool:
-    """Whether a metric splits up another one, as accuracy_after_addition does accuracy_after."""
-    return any(name.startswith(f"{other}_") for other in names)
+    """Whether a metric splits up another one, as accuracy_after_addition does accuracy_after; one per feature does
+    not."""
+    return any(name.startswith(f"{other}_") and name != f"{other}_per_feature" for other in names)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from accelerate.utils import set_seed
 
-from hf_sparsecoding.evaluation.images import require_torchmetrics
+from hf_sparsecoding.evaluation.images import check_measurable
 from hf_sparsecoding.training import TrainingArguments, make_accelerator, train
 from hf_sparsecoding.training.command_line import near_match, parse
 from hf_sparsecoding.training.runs import make_run, write_run
@@ -104,7 +104,7 @@ def run(arguments: SyntheticArguments, model_arguments: ModelArguments, training
     """Train and measure; the run as results.json holds it."""
     kind, task = TASKS[arguments.task], make_task(arguments.task, arguments.task_options)
     if kind.images:
-        require_torchmetrics()
+        check_measurable(task.size)
     accelerator = make_accelerator(training)
     set_seed(training.seed)
     model = make_model(kind, task, model_arguments.contexts, model_arguments.options()).to(accelerator.device)
@@ -133,7 +133,8 @@ def run(arguments: SyntheticArguments, model_arguments: ModelArguments, training
         settings=identity,
         evaluate=partial(measure, splits=kind.watched),
     )
-    metrics = measure(model)
+    # the saved model is float32, so that is what is measured: this takes the autocast of training off it
+    metrics = measure(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
     stage = " of scores" if model_arguments.transfer_stage == "scores" else ""
     method = arguments.method or f"{model_arguments.mixer}, transfer: {model_arguments.transfer}{stage}"
     settings["num_processes"] = accelerator.num_processes

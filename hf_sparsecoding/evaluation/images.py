@@ -47,8 +47,19 @@ def ssim(prediction: Float[Tensor, "n H W"], target: Float[Tensor, "n H W"]) -> 
     )
 
 
+def check_measurable(side: int) -> None:
+    """Whether `image_metrics` can measure pictures of `side` pixels a side, asked before long work that ends with it.
+
+    Raises:
+        ImportError: torchmetrics is missing.
+        ValueError: the pictures are too small.
+    """
+    require_torchmetrics()
+    if side <= WINDOW // 2:
+        raise ValueError(f"ssim needs images of at least {WINDOW // 2 + 1} pixels per side, got {side}")
+
+
 def require_torchmetrics() -> None:
-    """Before long work whose end needs it."""
     if importlib.util.find_spec("torchmetrics") is None:
         raise ImportError("ssim needs torchmetrics: pip install hf-sparsecoding[plots]")
 

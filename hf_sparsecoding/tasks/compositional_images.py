@@ -119,14 +119,18 @@ class CompositionalImages:
             raise ValueError(f"cells must be at least 2, got {self.cells}")
         if self.cell_size < 1 or self.cell_size % GLYPH_SIZE:
             raise ValueError(f"cell_size must be a multiple of {GLYPH_SIZE}, got {self.cell_size}")
-        object.__setattr__(self, "shapes", tuple(self.shapes))
         most = min(len(LEVELS), self.cells**2)
-        if len(self.shapes) != 2 or not 1 <= self.shapes[0] <= self.shapes[1] <= most:
+        if not isinstance(self.shapes, list | tuple) or [type(number) for number in self.shapes] != [int, int]:
+            raise ValueError(f"shapes must be two whole numbers, fewest and most, got {self.shapes!r}")
+        object.__setattr__(self, "shapes", tuple(self.shapes))
+        if not 1 <= self.shapes[0] <= self.shapes[1] <= most:
             raise ValueError(f"shapes must be (fewest, most) with 1 <= fewest <= most <= {most}, got {self.shapes}")
         if self.rules not in RULES:
             raise ValueError(f"rules must be one of {RULES}, got {self.rules!r}")
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"held_out_share must be between 0 and 1, both excluded, got {self.held_out_share}")
+        if self.split_seed < 0:
+            raise ValueError(f"split_seed must be at least 0, got {self.split_seed}")
         if self.rules == "both" and not self._every_part_is_trained():
             raise ValueError(
                 "every shift and every symmetry must occur in training, got held_out_share="

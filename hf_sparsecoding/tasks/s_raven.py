@@ -97,6 +97,8 @@ class SRaven:
             raise ValueError(f"values must be between 4 and 64, got {self.values}")
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"held_out_share must be between 0 and 1, both excluded, got {self.held_out_share}")
+        if self.split_seed < 0:
+            raise ValueError(f"split_seed must be at least 0, got {self.split_seed}")
 
     @cached_property
     def combinations(self) -> tuple[Int[np.ndarray, "kept M"], Int[np.ndarray, "held_out M"]]:

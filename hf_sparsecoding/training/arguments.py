@@ -20,8 +20,8 @@ BOOKKEEPING = {
     "evaluate_every",
     "progress",
 }
-# fields that came later, with what runs did before: left out of their identity, as in those runs' checkpoints
-ASSUMED = {"optimizer": "adamw"}
+# fields that came later, with what runs did before: earlier checkpoints and results do not name them
+ASSUMED = {"optimizer": "adamw", "image_loss": "mse"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class TrainingArguments:
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "forward passes per optimizer step"})
     optimizer: str = field(
         default="adamw",
-        metadata={"help": "adamw, sgd without momentum, or muon for the layers' matrices and adamw for the rest"},
+        metadata={
+            "help": "adamw, sgd without momentum, or muon for linear layers in stacks (ModuleList), adamw for the rest"
+        },
     )
     learning_rate: float = field(default=1e-2, metadata={"help": "highest learning rate, after the warm-up"})
     warmup_steps: int = field(default=10, metadata={"help": "steps over which the learning rate rises from 0"})
@@ -49,7 +51,9 @@ class TrainingArguments:
         default="all", metadata={"help": "all parameters, or matrices: the weights of linear layers and embeddings"}
     )
     max_grad_norm: float = field(default=1.0, metadata={"help": "largest gradient norm; 0 turns clipping off"})
-    mixed_precision: str = field(default="no", metadata={"help": "autocast in training: no, bf16, fp16"})
+    mixed_precision: str = field(
+        default="no", metadata={"help": "autocast in training and its evaluations, not in the last: no, bf16, fp16"}
+    )
     compile: bool = field(default=False, metadata={"help": "torch.compile the model"})
     seed: int = field(default=0, metadata={"help": "seed of the weights, the data order and dropout"})
     checkpoint_every: int = field(default=100, metadata={"help": "steps between checkpoints; 0 writes none"})
@@ -102,8 +106,4 @@ class TrainingArguments:
 
     def identity(self) -> dict:
         """The fields that the result depends on: a checkpoint may only be resumed where these agree."""
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in BOOKKEEPING and ASSUMED.get(name) != value
-        }
+        return {name: value for name, value in asdict(self).items() if name not in BOOKKEEPING}

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from .arguments import ASSUMED
+
 
 logger = logging.getLogger(__name__)
 
@@ -30,24 +32,29 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def random_state() -> dict:
-    """State of the generators of python, numpy and torch, in types that torch loads without pickle's risks."""
+def random_state(device: torch.device) -> dict:
+    """State of the generators of python, numpy and torch, also on `device`, in types that torch loads without
+    pickle's risks."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "python": random.getstate(),
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
 
 
-def set_random_state(state: dict) -> None:
+def set_random_state(state: dict, device: torch.device) -> None:
     random.setstate(state["python"])
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if device.type != "cuda":
+        return
+    if isinstance(state["cuda"], torch.Tensor):
+        torch.cuda.set_rng_state(state["cuda"], device)
+    else:
+        logger.warning("the checkpoint was written without a GPU: the random numbers on %s start afresh", device)
 
 
 def checksum(path: Path) -> str:
@@ -111,6 +118,7 @@ def newest(folder: Path) -> Path | None:
 
 def check_identity(checkpoint: Path, saved: dict, current: dict) -> None:
     """Refuse to go on with settings that would give another result than the run that wrote the checkpoint."""
+    saved = {name: value for name, value in ASSUMED.items() if name in current} | saved
     differing = [
         f"{name} (checkpoint: {saved.get(name)!r}, now: {current.get(name)!r})"
         for name in sorted(saved.keys() | current.keys())

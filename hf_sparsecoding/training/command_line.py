@@ -18,13 +18,28 @@ def near_match(name: str, known: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
 
 
+class Loader(yaml.SafeLoader):
+    """YAML without two traps: `no` is a word (a precision, a tracker), and a key that occurs twice is an error."""
+
+    yaml_implicit_resolvers = {
+        letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool" or letter in "tTfF"]
+        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node, deep=False):
+        names = [key.value for key, _ in node.value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} occurs twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def read_mapping(path: str | Path) -> dict:
     """A YAML or JSON file that holds one mapping."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no such file: {path}; give the path of a YAML or JSON file")
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML or JSON: {error}") from error
     if not isinstance(content, dict):
@@ -45,7 +60,8 @@ def read_options(kind: type, name: str, text: str, leave_out: tuple[str, ...] = 
         if option not in options:
             raise ValueError(f"task {name} has no option {option!r}{near_match(option, list(options))}")
         default, several = options[option].default, "tuple" in str(options[option].type)
-        if not several and isinstance(default, bool | int | float | str) and not isinstance(value, type(default)):
+        fitting = (int, float) if type(default) is float else (type(default),)
+        if not several and isinstance(default, bool | int | float | str) and type(value) not in fitting:
             raise ValueError(f"task_options: {option} must be of type {type(default).__name__}, got {value!r}")
     return values
 
@@ -57,7 +73,9 @@ def to_flags(values: dict) -> list[str]:
         if value is None:
             continue
         items = value if isinstance(value, list) else [value]
-        flags += [f"--{name}", *(json.dumps(item) if isinstance(item, dict) else str(item) for item in items)]
+        texts = [json.dumps(item) if isinstance(item, dict) else str(item) for item in items]
+        # alone, -1e-3 would be taken for a flag
+        flags += [f"--{name}={texts[0]}"] if len(texts) == 1 and texts[0].startswith("-") else [f"--{name}", *texts]
     return flags
 
 

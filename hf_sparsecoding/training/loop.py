@@ -179,7 +179,8 @@ class _Run:
 
     @property
     def bare_model(self) -> torch.nn.Module:
-        return self.accelerator.unwrap_model(self.model)
+        """Without the wrappers of several processes and of the compiler, whose names a checkpoint should not have."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     @property
     def learning_rate(self) -> float:
@@ -220,7 +221,7 @@ class _Run:
         return metrics
 
     def save(self) -> None:
-        generators = gather_object([checkpoints.random_state()])
+        generators = gather_object([checkpoints.random_state(self.accelerator.device)])
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
             state = {
@@ -250,6 +251,6 @@ class _Run:
         self.scheduler.load_state_dict(state["scheduler"])
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        checkpoints.set_random_state(state["generators"][self.accelerator.process_index])
+        checkpoints.set_random_state(state["generators"][self.accelerator.process_index], self.accelerator.device)
         self.result = TrainingResult(**state["result"])
         self.accelerator.print(f"resuming from {newest}: {index['step']} of {self.arguments.steps} steps done")

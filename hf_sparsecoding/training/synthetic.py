@@ -29,6 +29,7 @@ from .loop import ShuffledOrder
 
 
 Examples = dict[str, Tensor]
+ZERO_SHARE_ITEMS = 256
 PREFIXES = {"test": "", "ood": "ood_", "validation": "validation_"}  # of the metrics' names
 
 
@@ -175,7 +176,7 @@ def evaluate(
 
     Numbers: `accuracy` (all numbers of the target right), `accuracy_per_feature`. Images: see `image_metrics`. Sparse
     coding also: `zero_share`, the share of coefficients that are exactly zero among those of the contexts' tokens,
-    which transfer leaves alone, over all layers and per layer.
+    which transfer leaves alone, over all layers and per layer, on the first `ZERO_SHARE_ITEMS` problems of "test".
     """
     model.eval()
     metrics: dict[str, float] = {}
@@ -187,15 +188,14 @@ def evaluate(
             count = min(batch_size, items - start)
             batch = tensors(task.examples(start, count, split, seed))
             batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-            with accelerator.autocast():
-                logits = model(batch["inputs"]).logits.float()
+            logits = model(batch["inputs"]).logits.float()
             measured.append((start, count, measure(kind, logits, batch["labels"])))
         # in the order of the problems: the same sum whatever the number of processes
         everyone = sorted(gather_object(measured), key=lambda entry: entry[0])
         for name in everyone[0][2]:
             total = sum(count * values[name] for _, count, values in everyone)
             metrics[PREFIXES[split] + name] = total / items
-    metrics.update(zero_shares(model, task, accelerator, min(items, batch_size), seed))
+    metrics.update(zero_shares(model, task, accelerator, min(items, ZERO_SHARE_ITEMS), seed))
     return metrics
 
 
@@ -212,7 +212,7 @@ def accuracies(logits: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def zero_shares(model: torch.nn.Module, task: Any, accelerator: Accelerator, items: int, seed: int) -> dict:
-    """Share of zeros in the contexts' rows on one batch of "test"; empty for mixers without a threshold."""
+    """Share of zeros in the contexts' rows on problems of "test"; empty for mixers without a threshold."""
     if model.config.mixer != "sparse_coding":
         return {}
     batch = tensors(task.examples(0, items, "test", seed))

@@ -236,7 +236,7 @@ def test_loading_a_bare_model_into_one_with_a_head_keeps_its_weights(tmp_path):
     ("options", "message"),
     [
         ({"mixer": "softmix"}, "mixer must be one of softmax, sparse_coding, hyla, linear, got 'softmix'"),
-        ({"threshold": -1.0}, "threshold must be >= 0, got -1.0"),
+        ({"threshold": -1.0}, "threshold must be >= 0 and finite, got -1.0"),
         (
             {"mixer": "sparse_coding", "threshold": 0, "threshold_type": "head"},
             "a learned threshold must start above 0",
@@ -247,7 +247,11 @@ def test_loading_a_bare_model_into_one_with_a_head_keeps_its_weights(tmp_path):
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
         ({"sequence_length": 0}, "sequence_length must be at least 1, got 0"),
         ({"input_type": "patches", "patch_size": 0}, "patch_size must be at least 1, got 0"),
-        ({"threshold": float("nan")}, "threshold must be >= 0, got nan"),
+        ({"threshold": float("nan")}, "threshold must be >= 0 and finite, got nan"),
+        ({"threshold": float("inf")}, "threshold must be >= 0 and finite, got inf"),
+        ({"transfer_init": float("nan")}, "transfer_init must be finite, got nan"),
+        ({"image_loss": "log_mse"}, "image_loss='log_mse' needs input_type='patches', got 'one_hot'"),
+        ({"num_labels": 7}, "num_labels is num_values for one-hot inputs, got 7 and 5; set num_values"),
         ({"threshold_type": "head"}, "threshold_type='head' needs mixer='sparse_coding', got 'softmax'"),
         ({"transfer_stage": "scores"}, "needs transfer='paper' or 'aligned', got 'none'"),
         ({"input_type": "patches", "image_size": 9}, "multiple of patch_size, got 9 and 4"),
@@ -256,6 +260,13 @@ def test_loading_a_bare_model_into_one_with_a_head_keeps_its_weights(tmp_path):
 def test_configurations_that_cannot_work(options, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         SparseTransformerConfig(**{**SMALL, **options})
+
+
+@pytest.mark.parametrize("xi", [1e-6, 0.3, 1000.0])
+def test_learned_thresholds_start_where_they_should(xi):
+    model = small(mixer="sparse_coding", threshold=xi, threshold_type="head")
+    thresholds = model.model.layers[0].attention.threshold()
+    torch.testing.assert_close(thresholds, torch.full_like(thresholds, xi))
 
 
 def test_inputs_that_do_not_fit():

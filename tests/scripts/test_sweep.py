@@ -39,6 +39,7 @@ results = {"experiment": "x", "command": "python " + " ".join(sys.argv), "date":
 def config(tmp_path, monkeypatch):
     """Writes the sweep's file; the tests run in `tmp_path`."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(results, "versions", lambda: {"torch": "1"})  # as in SCRIPT
     (tmp_path / "script.py").write_text(SCRIPT)
 
     def write(**changes):
@@ -127,6 +128,33 @@ def test_runs_from_before_the_config_changed_are_not_kept(config, capsys):
     assert "4 runs, 0 of them finished before" in capsys.readouterr().out
 
 
+def test_fields_that_came_later_are_compared_with_what_runs_did_before(config):
+    """Runs from before there was a choice of optimizers do not name theirs."""
+    sheet = Path("rates.yaml")
+    sheet.write_text("rate: 1e-3\noptimizer: adamw\nvalue:\n")
+    argv = [config(common={"value": 1, "config": "rates.yaml"}), "--results", "gathered.json"]
+    assert sweep.main(argv) == 0
+    assert sweep.main(argv) == 0
+    sheet.write_text("rate: fast\noptimizer: muon\n")
+    with pytest.raises(ValueError, match="results from before rate, optimizer changed in the --config file"):
+        sweep.main(argv)
+
+
+def test_other_versions_are_found_before_more_is_run(config, monkeypatch):
+    assert sweep.main([config(seeds=[0]), "--results", "card.json"]) == 0
+    monkeypatch.setattr(results, "versions", lambda: {"torch": "2"})
+    more = config(seeds=[0, 1])
+    with pytest.raises(
+        ValueError, match="out/a_b/seed-0 was measured with other versions of torch than are installed"
+    ):
+        sweep.main([more])
+    shutil.rmtree("out")
+    with pytest.raises(ValueError, match=r"card\.json was measured with other versions of torch"):
+        sweep.main([more, "--results", "card.json"])
+    assert not Path("out").exists()
+    assert sweep.main([more, "--results", "card.json", "--gather_only"]) == 0
+
+
 def test_a_method_that_lacks_seeds_says_so(config):
     assert sweep.main([config(methods={"a": {"fail": 1}, "b": {}}), "--results", "card.json"]) == 1
     notes = {(run["method"], run["settings"].get("note")) for run in results.load("card.json")["runs"]}
@@ -202,6 +230,10 @@ def test_signals_end_the_children(config, sign):
         ({"seeds": 3}, "seeds must be a list, got 3"),
         ({"methods": {}}, "need at least one method and one seed"),
         ({"methods": None}, r"sweep\.yaml lacks methods"),
+        ({"methods": {"a": "softmax"}}, "methods must map names to mappings of arguments, got 'a': 'softmax'"),
+        ({"methods": {"a 1": {}, "a/1": {}}}, "'a 1' and 'a/1' would share the folder out/a_1/seed-0; rename"),
+        ({"seeds": [0, "one"]}, r"seeds must be whole numbers, each once, got \[0, 'one'\]"),
+        ({"seeds": [0, 0]}, r"each once, got \[0, 0\]"),
         ({"grid": [1]}, r"grid must be a dict, got \[1\]"),
         ({"grid": {"value": 3}}, "grid must give a list or mapping of values for value, got 3"),
         ({"grid": {"kind": {"top": 8}}}, "the further arguments of kind=top as a mapping, got 8"),
@@ -228,3 +260,8 @@ def test_published_sweep_is_valid(monkeypatch):
     jobs = sweep.make_jobs(read)
     assert len(jobs) == 27
     assert all(Path(own["adapter_config"]).is_file() for own in read.methods.values())
+
+
+def test_a_metric_per_feature_is_shown():
+    names = ["accuracy", "accuracy_per_feature", "accuracy_addition", "zero_share", "zero_share_layer_0"]
+    assert [name for name in names if sweep.is_detail(name, names)] == ["accuracy_addition", "zero_share_layer_0"]

@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForTokenClassification
 
+from hf_sparsecoding.evaluation.predictions import load_trained
 from hf_sparsecoding.reports import results
 from hf_sparsecoding.tasks.s_raven import SRaven
 from hf_sparsecoding.training import synthetic
@@ -130,6 +132,19 @@ def test_mixed_precision(tmp_path, mixer, options):
     assert run_of(tmp_path)["metrics"]["train_loss"] < 3
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_the_saved_model_is_measured_as_it_is_saved(tmp_path):
+    """Training and the evaluations in between may run in bfloat16; the last one does not."""
+    train_synthetic.main(flags(tmp_path, mixed_precision="bf16", **RAVEN))
+    trained = load_trained(tmp_path)
+    measured = evaluate(trained.model, trained.kind, trained.task, Accelerator(), 20, 8, 0)
+    metrics = run_of(tmp_path)["metrics"]
+    assert {name: metrics[name] for name in measured} == measured
+    last = run_of(tmp_path)["history"][-1]
+    assert last["validation_mse"] != metrics["validation_mse"]
+    assert last["validation_mse"] == pytest.approx(metrics["validation_mse"], rel=0.01)
+
+
 def test_fixed_problems_come_once_per_epoch():
     task = SRaven(features=2)
     data = TrainingData(task, seed=0, items=12)
@@ -142,12 +157,11 @@ def test_fixed_problems_come_once_per_epoch():
 
 def test_metrics_are_means_over_all_problems(monkeypatch):
     """A last batch that is smaller counts by its size."""
-    from accelerate import Accelerator
-
     task, kind = SRaven(features=2), TASKS["s_raven"]
-    model = make_model(kind, task, "", ModelArguments(**TINY).options())
+    model = make_model(kind, task, "", ModelArguments(**{**TINY, "mixer": "sparse_coding"}).options())
     whole, parts = (evaluate(model, kind, task, Accelerator(), 21, size, 0) for size in (21, 8))
     assert parts == pytest.approx(whole)
+    assert 0 < whole["zero_share"] < 1
 
 
 @pytest.mark.parametrize(
@@ -163,6 +177,12 @@ def test_metrics_are_means_over_all_problems(monkeypatch):
         ({"mixer": "soft"}, "mixer must be one of .*, got 'soft'"),
         ({"contexts": "pairs"}, "contexts must be one of rows, panels for this task, got 'pairs'"),
         ({**IMAGES, "patch_size": 5}, "patch_size must divide the pictures' side of 12 pixels, got 5"),
+        ({"task": "raven", "task_options": '{"size": 5}', "patch_size": 5}, "at least 6 pixels per side, got 5"),
+        ({"task_options": '{"features": true}'}, "features must be of type int, got True"),
+        ({"task_options": '{"held_out_share": 1}'}, "held_out_share must be between 0 and 1, both excluded, got 1"),
+        ({"task_options": '{"split_seed": -1}'}, "split_seed must be at least 0, got -1"),
+        ({**IMAGES, "task_options": '{"shapes": 3}'}, "shapes must be two whole numbers, fewest and most, got 3"),
+        ({"image_loss": "log_mse"}, "image_loss='log_mse' needs input_type='patches', got 'one_hot'"),
         ({"eval_items": 0}, "eval_items must be at least 1, got 0"),
         ({"train_items": -1}, "train_items must be at least 0, got -1"),
         ({"final_learning_rate_share": 0.1}, "needs schedule='cosine', got 'linear'"),

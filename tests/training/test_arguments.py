@@ -34,11 +34,6 @@ def test_identity_leaves_out_bookkeeping():
     assert one.identity() != TrainingArguments(learning_rate=1e-3).identity()
 
 
-def test_identity_names_the_optimizer_only_where_it_is_another_than_before_there_was_a_choice():
-    assert "optimizer" not in TrainingArguments().identity()
-    assert TrainingArguments(optimizer="sgd").identity() == {**TrainingArguments().identity(), "optimizer": "sgd"}
-
-
 def test_unknown_and_missing_trackers_are_errors():
     with pytest.raises(ValueError, match="got 'tensorbord'"):
         make_accelerator(TrainingArguments(report_to="tensorbord"))

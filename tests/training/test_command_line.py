@@ -46,6 +46,21 @@ def test_unreadable_files(tmp_path):
         read_mapping(write(tmp_path / "list.yaml", "- 1\n"))
     with pytest.raises(ValueError, match="not valid YAML"):
         read_mapping(write(tmp_path / "broken.yaml", "a: [1\n"))
+    with pytest.raises(ValueError, match="'steps' occurs twice"):
+        read_mapping(write(tmp_path / "twice.yaml", "steps: 1\nseed: 2\nsteps: 3\n"))
+
+
+def test_no_is_a_word(tmp_path):
+    written = "mixed_precision: no\ncompile: true\nprogress: False\nsteps: 30\n"
+    expected = {"mixed_precision": "no", "compile": True, "progress": False, "steps": 30}
+    assert read_mapping(write(tmp_path / "c.yaml", written)) == expected
+    (arguments,) = parse([TrainingArguments], ["--config", write(tmp_path / "d.yaml", written)], "")
+    assert (arguments.mixed_precision, arguments.compile, arguments.progress) == ("no", True, False)
+
+
+def test_negative_numbers_are_no_flags(tmp_path):
+    with pytest.raises(ValueError, match="learning_rate must be above 0, got -0.001"):
+        parse([TrainingArguments], ["--config", write(tmp_path / "c.yaml", "learning_rate: -1e-3\n")], "")
 
 
 def test_to_flags():

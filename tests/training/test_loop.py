@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.state import GradientState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, on_main_process
+from safetensors.torch import load_file
 from torch import nn
 
 from hf_sparsecoding.training import ShuffledOrder, TrainingArguments, checkpoints, loop, make_accelerator, train
@@ -315,8 +316,19 @@ def test_sgd_is_plain_gradient_descent(tmp_path):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter -= 0.1 * (gradient + 0.01 * parameter)
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-7)
-    with pytest.raises(ValueError, match=r"optimizer \(checkpoint: 'sgd', now: None\)"):
+    with pytest.raises(ValueError, match=r"optimizer \(checkpoint: 'sgd', now: 'adamw'\)"):
         train(make_model(), batch, mse, arguments(tmp_path, steps=3, **{**options, "optimizer": "adamw"}))
+
+
+def test_checkpoints_from_before_there_was_a_choice_of_optimizers(tmp_path):
+    train(make_model(), batch, mse, arguments(tmp_path))
+    index = checkpoints.newest(tmp_path / "checkpoints") / checkpoints.INDEX
+    content = json.loads(index.read_text())
+    assert content["identity"].pop("optimizer") == "adamw"
+    index.write_text(json.dumps(content))
+    assert len(train(make_model(), batch, mse, arguments(tmp_path)).losses) == 9
+    with pytest.raises(ValueError, match=r"optimizer \(checkpoint: 'adamw', now: 'sgd'\)"):
+        train(make_model(), batch, mse, arguments(tmp_path, optimizer="sgd"))
 
 
 class Layered(nn.Module):
@@ -398,3 +410,7 @@ def test_compiled_training_gives_the_same_losses(tmp_path):
     plain = train(make_model(), batch, mse, arguments(tmp_path / "plain"))
     compiled = train(make_model(), batch, mse, arguments(tmp_path / "compiled", compile=True))
     np.testing.assert_allclose(compiled.losses, plain.losses, rtol=1e-5)
+    # a checkpoint does not know that there was a compiler
+    assert checkpoints.newest(tmp_path / "compiled" / "checkpoints")
+    names = [load_file(next((tmp_path / run).rglob(checkpoints.WEIGHTS))).keys() for run in ("plain", "compiled")]
+    assert names[0] == names[1]

@@ -1,5 +1,7 @@
 """Configuration of the Sparse Coding Transformer and its baselines."""
 
+import math
+
 from transformers import PreTrainedConfig
 
 
@@ -115,16 +117,23 @@ class SparseTransformerConfig(PreTrainedConfig):
         self.position_bias, self.norm, self.norm_epsilon, self.use_bias = position_bias, norm, norm_epsilon, use_bias
         self.image_loss = image_loss
         self._check()
-        if input_type == "one_hot":
-            kwargs.setdefault("num_labels", num_values)
+        if input_type == "one_hot" and kwargs.setdefault("num_labels", num_values) != num_values:
+            raise ValueError(
+                f"num_labels is num_values for one-hot inputs, got {kwargs['num_labels']} and {num_values}; set "
+                "num_values"
+            )
         super().__init__(**kwargs)
 
     def _check(self) -> None:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        if not self.threshold >= 0:  # nan neither
-            raise ValueError(f"threshold must be >= 0, got {self.threshold}")
+        if not 0 <= self.threshold < math.inf:  # nan neither
+            raise ValueError(f"threshold must be >= 0 and finite, got {self.threshold}")
+        if not math.isfinite(self.transfer_init):
+            raise ValueError(f"transfer_init must be finite, got {self.transfer_init}")
+        if self.image_loss != "mse" and self.input_type != "patches":
+            raise ValueError(f"image_loss={self.image_loss!r} needs input_type='patches', got {self.input_type!r}")
         for name in (
             "sequence_length",
             "num_values",

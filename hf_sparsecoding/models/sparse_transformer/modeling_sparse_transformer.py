@@ -69,7 +69,8 @@ class SparseTransformerPreTrainedModel(PreTrainedModel):
             if config.transfer != "none":
                 nn.init.constant_(module.transfer_weight, config.transfer_init)
             if hasattr(module, "raw_threshold"):
-                nn.init.constant_(module.raw_threshold, math.log(math.expm1(config.threshold)))  # inverse softplus
+                xi = config.threshold
+                nn.init.constant_(module.raw_threshold, xi + math.log(-math.expm1(-xi)))  # inverse softplus
 
 
 class SparseTransformerModel(SparseTransformerPreTrainedModel):
