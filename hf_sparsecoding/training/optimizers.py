@@ -24,6 +24,9 @@ class MuonWithAdamW(Optimizer):
         self.adamw = AdamW(others, lr=lr)
         super().__init__(self.muon.param_groups + self.adamw.param_groups, {})
 
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "muon": self.muon, "adamw": self.adamw}
+
     @torch.no_grad()
     def step(self, closure=None):
         """One step of both."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -148,14 +149,16 @@ class TrainingData:
     """`batch(start, count)` for the training loop: fresh problems, or a fixed number of them in shuffled epochs."""
 
     def __init__(self, task: Any, seed: int, items: int = 0):
-        self.task, self.seed = task, seed
-        if items:
-            self.fixed, self.order = task.examples(0, items, "train", seed), ShuffledOrder(items, seed)
-        else:
-            self.fixed = None
+        self.task, self.seed, self.items = task, seed, items
+        self.order = ShuffledOrder(items, seed) if items else None
+
+    @cached_property
+    def fixed(self) -> dict[str, np.ndarray]:
+        """All problems, made when the first batch is wanted: a finished run that is measured again needs none."""
+        return self.task.examples(0, self.items, "train", self.seed)
 
     def __call__(self, start: int, count: int) -> Examples:
-        if self.fixed is None:
+        if self.order is None:
             return tensors(self.task.examples(start, count, "train", self.seed))
         indices = self.order(start, count)
         return tensors({name: array[indices] for name, array in self.fixed.items()})

@@ -1,3 +1,4 @@
+import copy
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hf_sparsecoding.training import ShuffledOrder, TrainingArguments, checkpoints, loop, make_accelerator, train
+from hf_sparsecoding.training.optimizers import make_optimizer
 from tests.training.character_model import forked, run_distributed
 
 
@@ -384,6 +386,21 @@ def test_muon_resumes_exactly_and_learns(tmp_path):
     result = train(resumed, batch, mse, arguments(tmp_path / "cut", **MUON))
     assert result.losses == first.losses == expected.losses
     assert equal(weights(resumed), weights(whole))
+
+
+def test_muon_can_be_copied():
+    model = Layered()
+    optimizer = make_optimizer(model, arguments("", **MUON))
+    mse(model, batch(0, 8)).backward()
+    optimizer.step()
+    twin, optimizer = copy.deepcopy((model, optimizer))
+    for one in (model, twin):
+        one.zero_grad()
+        mse(one, batch(8, 8)).backward()
+    before = weights(model)
+    optimizer.step()
+    assert equal(weights(model), before)
+    assert not equal(weights(twin), before)
 
 
 def test_muon_needs_layers(tmp_path):
