@@ -60,7 +60,6 @@ def make_optimizer(model: torch.nn.Module, arguments: TrainingArguments) -> Opti
         )
     chosen = {id(p) for p in matrices}
     others = [{**group, "params": [p for p in group["params"] if id(p) not in chosen]} for group in groups]
-    others = [group for group in others if group["params"]]
     return MuonWithAdamW(matrices, others, weight_decay=arguments.weight_decay, **options)
 
 

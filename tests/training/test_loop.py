@@ -403,6 +403,18 @@ def test_muon_can_be_copied():
     assert not equal(weights(twin), before)
 
 
+@pytest.mark.parametrize("decayed", ["all", "matrices"])
+def test_muon_alone(tmp_path, decayed):
+    """Nothing is trained but matrices in layers, as in LoRA."""
+    model = Layered()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("layers.0") and name.endswith("weight"))
+    before = weights(model)
+    train(model, batch, mse, arguments(tmp_path, **{**MUON, "weight_decay_on": decayed}))
+    moved = {name for name, value in weights(model).items() if not torch.equal(value, before[name])}
+    assert moved == {"layers.0.0.weight", "layers.0.2.weight"}
+
+
 def test_muon_needs_layers(tmp_path):
     with pytest.raises(ValueError, match="none of those is trainable here; use optimizer='adamw'"):
         train(make_model(), batch, mse, arguments(tmp_path, **MUON))
