@@ -164,10 +164,10 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
         train(make_model().requires_grad_(True), batch, mse, arguments(tmp_path))
 
 
-def distributed_run(folder, **changes):
+def distributed_run(folder, make=make_model, **changes):
     chosen = arguments(folder, **changes)
     accelerator = make_accelerator(chosen)
-    model, wrappers = make_model(), set()
+    model, wrappers = make(), set()
 
     def noting_loss(wrapped, examples):
         wrappers.add(type(wrapped).__name__)
@@ -401,6 +401,17 @@ def test_muon_can_be_copied():
     optimizer.step()
     assert equal(weights(model), before)
     assert not equal(weights(twin), before)
+
+
+def test_muon_on_two_processes(tmp_path):
+    """Within what bfloat16, in which Muon turns a matrix, makes of gradients that were summed in another order."""
+    expected = train(Layered(), batch, mse, arguments(tmp_path / "one", **MUON))
+    run_distributed(partial(distributed_run, tmp_path, Layered, **MUON))
+    for rank in (0, 1):
+        report = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert report["losses"] == pytest.approx(expected.losses, rel=1e-2)
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert equal(one, other)
 
 
 @pytest.mark.parametrize("decayed", ["all", "matrices"])
