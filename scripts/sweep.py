@@ -33,7 +33,7 @@ import yaml
 
 from hf_sparsecoding.reports import results, tables
 from hf_sparsecoding.training.arguments import ASSUMED
-from hf_sparsecoding.training.command_line import near_match, read_mapping, to_flags
+from hf_sparsecoding.training.command_line import Loader, near_match, read_mapping, to_flags
 
 
 TAIL_LINES = 15
@@ -164,7 +164,7 @@ def read_sweep(path: str, overrides: list[str], output_dir: str | None) -> Sweep
         name, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"--set takes NAME=VALUE, got {override!r}")
-        common[name] = yaml.safe_load(value)
+        common[name] = yaml.load(value, Loader)
     return Sweep(**{**values, "common": common, "output_dir": output_dir or values["output_dir"]})
 
 
@@ -259,7 +259,7 @@ def check_versions(finished: list[Job], path: Path, earlier: dict[str, dict]) ->
     today = results.versions()
     parts = {job.folder: results.load(job.folder / results.FILE) for job in finished}
     for place, part in [*parts.items(), *((path, part) for part in earlier.values())]:
-        if other := [name for name in today if part["versions"].get(name) != today[name]]:
+        if other := results.other_versions(part, today):
             raise ValueError(
                 f"{place} was measured with other versions of {', '.join(other)} than are installed, so new runs "
                 "could not be compared with it: install those, delete it, or choose another place with --output_dir "

@@ -103,6 +103,12 @@ def write_text(path: str | Path, text: str) -> None:
     os.replace(partial, path)
 
 
+def other_versions(part: dict, wanted: dict[str, str]) -> list[str]:
+    """Packages of which results were measured with other versions than wanted."""
+    found = part["versions"]
+    return sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+
+
 def merge(experiment: str, parts: list[dict], command: str) -> dict:
     """Results of several commands as one experiment; every run keeps the command that made it.
 
@@ -113,8 +119,7 @@ def merge(experiment: str, parts: list[dict], command: str) -> dict:
         raise ValueError("nothing to merge: no part has finished")
     newest = max(parts, key=lambda part: part["date"])
     for part in parts:
-        if part["versions"] != newest["versions"]:
-            differing = [n for n in newest["versions"] if part["versions"].get(n) != newest["versions"][n]]
+        if differing := other_versions(part, newest["versions"]):
             raise ValueError(
                 f"{part['command']} ran with other versions ({', '.join(differing)}) than {newest['command']}; "
                 "run it again"

@@ -249,6 +249,11 @@ def test_bad_files(config, changes, message):
         sweep.main([config(**changes)])
 
 
+def test_overrides_are_read_as_the_file_is(config):
+    read = sweep.read_sweep(config(), ["mixed_precision=no", "steps=3"], None)
+    assert read.common == {"value": 1, "mixed_precision": "no", "steps": 3}
+
+
 def test_bad_override(config):
     with pytest.raises(ValueError, match="--set takes NAME=VALUE, got 'steps'"):
         sweep.main([config(), "--set", "steps"])

@@ -155,7 +155,7 @@ def test_fixed_problems_come_once_per_epoch():
     assert torch.equal(fresh(3, 5)["labels"], torch.from_numpy(task.examples(3, 5, "train", 0)["labels"]))
 
 
-def test_metrics_are_means_over_all_problems(monkeypatch):
+def test_metrics_are_means_over_all_problems():
     """A last batch that is smaller counts by its size."""
     task, kind = SRaven(features=2), TASKS["s_raven"]
     model = make_model(kind, task, "", ModelArguments(**{**TINY, "mixer": "sparse_coding"}).options())
