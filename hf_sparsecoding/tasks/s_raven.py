@@ -110,16 +110,25 @@ class SRaven:
 
     def generate(self, n: int, split: str, seed: int, start: int = 0) -> Problems:
         """Problems start .. start + n - 1 of a split ("train", "test", "ood")."""
-        return Problems(*numbered(lambda size, rng: self._draw(size, split, rng), start, n, split, seed))
+        grid, rules, _ = self._numbered(n, split, seed, start)
+        return Problems(grid, rules)
 
-    def _draw(self, n: int, split: str, rng: np.random.Generator) -> Problems:
+    def label_rules(self, n: int, split: str, seed: int, start: int = 0) -> Int[np.ndarray, "n features"]:
+        """Rules (indices into `RULES`) of the numbers of the target panel, in the order of `labels` in `examples`."""
+        return self._numbered(n, split, seed, start)[2]
+
+    def _numbered(self, n: int, split: str, seed: int, start: int) -> list[np.ndarray]:
+        return numbered(lambda size, rng: self._draw(size, split, rng), start, n, split, seed)
+
+    def _draw(self, n: int, split: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         known = self.combinations[split == "ood"]
         rules = known[rng.integers(len(known), size=n)]
         grid = draw_rows(rules, self.values, rng)
-        if self.permute_features:
-            order = rng.random((n, 1, 3, self.features)).argsort(axis=-1)
-            grid = np.take_along_axis(grid, np.broadcast_to(order, grid.shape), axis=-1)
-        return Problems(grid, rules)
+        if not self.permute_features:
+            return grid, rules, rules
+        order = rng.random((n, 1, 3, self.features)).argsort(axis=-1)
+        grid = np.take_along_axis(grid, np.broadcast_to(order, grid.shape), axis=-1)
+        return grid, rules, np.take_along_axis(rules, order[:, 0, -1], axis=-1)
 
     def examples(self, start: int, count: int, split: str, seed: int) -> dict[str, np.ndarray]:
         """What models take: `inputs` [count, 9 M], panel by panel, -1 in the target, and its values [count, M]."""

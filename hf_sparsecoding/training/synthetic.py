@@ -24,13 +24,14 @@ from ..models import (
 )
 from ..tasks.compositional_images import CompositionalImages
 from ..tasks.raven import Raven
-from ..tasks.s_raven import SRaven
+from ..tasks.s_raven import RULES, SRaven
 from .command_line import near_match, read_options
 from .loop import ShuffledOrder
 
 
 Examples = dict[str, Tensor]
 ZERO_SHARE_ITEMS = 256
+RULE_KINDS = np.array(["progression" if name.startswith("progression") else name for name in RULES])
 PREFIXES = {"test": "", "ood": "ood_", "validation": "validation_"}  # of the metrics' names
 
 
@@ -42,6 +43,8 @@ class SyntheticTask:
     contexts: what a context may be; the first is the default.
     splits: splits to evaluate on at the end.
     watched: splits to evaluate on in training.
+    label_rules: (task, start, count, split, seed) -> names of the rules [count, T] that the labels follow, by which
+        accuracy is told apart; None: it is not.
     """
 
     task: type
@@ -51,6 +54,7 @@ class SyntheticTask:
     splits: tuple[str, ...]
     watched: tuple[str, ...]
     images: bool
+    label_rules: Callable[[Any, int, int, str, int], np.ndarray] | None = None
 
 
 def s_raven_sizes(task: SRaven, contexts: str, patch_size: int) -> dict:
@@ -61,6 +65,10 @@ def s_raven_sizes(task: SRaven, contexts: str, patch_size: int) -> dict:
         "context_length": (3 if contexts == "rows" else 1) * task.features,
         "target_length": task.features,
     }
+
+
+def s_raven_rules(task: SRaven, start: int, count: int, split: str, seed: int) -> np.ndarray:
+    return RULE_KINDS[task.label_rules(count, split, seed, start)]
 
 
 def raven_sizes(task: Raven, contexts: str, patch_size: int) -> dict:
@@ -101,6 +109,7 @@ TASKS = {
         splits=("test", "ood"),
         watched=("test", "ood"),
         images=False,
+        label_rules=s_raven_rules,
     ),
     "raven": SyntheticTask(
         Raven,
@@ -177,9 +186,10 @@ def evaluate(
 ) -> dict[str, float]:
     """Metrics on `items` problems of every split (default: all of the task), shared by the processes.
 
-    Numbers: `accuracy` (all numbers of the target right), `accuracy_per_feature`. Images: see `image_metrics`. Sparse
-    coding also: `zero_share`, the share of coefficients that are exactly zero among those of the contexts' tokens,
-    which transfer leaves alone, over all layers and per layer, on the first `ZERO_SHARE_ITEMS` problems of "test".
+    Numbers: `accuracy` (all numbers of the target right), `accuracy_per_feature`, and the latter over the numbers that
+    follow one kind of rule, `accuracy_addition` and so on. Images: see `image_metrics`. Sparse coding also:
+    `zero_share`, the share of coefficients that are exactly zero among those of the contexts' tokens, which transfer
+    leaves alone, over all layers and per layer, on the first `ZERO_SHARE_ITEMS` problems of "test".
     """
     model.eval()
     metrics: dict[str, float] = {}
@@ -192,12 +202,17 @@ def evaluate(
             batch = tensors(task.examples(start, count, split, seed))
             batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
             logits = model(batch["inputs"]).logits.float()
-            measured.append((start, count, measure(kind, logits, batch["labels"])))
+            values = {name: (value, count) for name, value in measure(kind, logits, batch["labels"]).items()}
+            if kind.label_rules is not None:
+                rules = kind.label_rules(task, start, count, split, seed)
+                values.update(accuracies_by_rule(logits, batch["labels"], rules))
+            measured.append((start, values))
         # in the order of the problems: the same sum whatever the number of processes
-        everyone = sorted(gather_object(measured), key=lambda entry: entry[0])
-        for name in everyone[0][2]:
-            total = sum(count * values[name] for _, count, values in everyone)
-            metrics[PREFIXES[split] + name] = total / items
+        everyone = [values for _, values in sorted(gather_object(measured), key=lambda entry: entry[0])]
+        for name in dict.fromkeys(name for values in everyone for name in values):
+            parts = [values[name] for values in everyone if name in values]
+            total = sum(count * value for value, count in parts)
+            metrics[PREFIXES[split] + name] = total / sum(count for _, count in parts)
     metrics.update(zero_shares(model, task, accelerator, min(items, ZERO_SHARE_ITEMS), seed))
     return metrics
 
@@ -212,6 +227,15 @@ def measure(kind: SyntheticTask, logits: Tensor, labels: Tensor) -> dict[str, fl
 def accuracies(logits: Tensor, labels: Tensor) -> dict[str, float]:
     right = logits.argmax(-1) == labels
     return {"accuracy": right.all(-1).float().mean().item(), "accuracy_per_feature": right.float().mean().item()}
+
+
+def accuracies_by_rule(logits: Tensor, labels: Tensor, rules: np.ndarray) -> dict[str, tuple[float, int]]:
+    """Share of right numbers and how many numbers there are, for every rule that occurs."""
+    right = (logits.argmax(-1) == labels).cpu().numpy()
+    return {
+        f"accuracy_{rule}": (float(right[rules == rule].mean()), int((rules == rule).sum()))
+        for rule in np.unique(rules)
+    }
 
 
 def zero_shares(model: torch.nn.Module, task: Any, accelerator: Accelerator, items: int, seed: int) -> dict:

@@ -6,13 +6,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch.nn import functional
 from transformers import AutoModelForTokenClassification
 
 from hf_sparsecoding.evaluation.predictions import load_trained
+from hf_sparsecoding.models.sparse_transformer.modeling_sparse_transformer import SparseTransformerOutput
 from hf_sparsecoding.reports import results
 from hf_sparsecoding.tasks.s_raven import SRaven
 from hf_sparsecoding.training import synthetic
-from hf_sparsecoding.training.synthetic import TASKS, TrainingData, evaluate, make_model
+from hf_sparsecoding.training.synthetic import RULE_KINDS, TASKS, TrainingData, evaluate, make_model
 from scripts import train_synthetic
 from scripts.train_synthetic import ModelArguments
 from tests.training.character_model import run_distributed
@@ -162,6 +164,25 @@ def test_metrics_are_means_over_all_problems():
     whole, parts = (evaluate(model, kind, task, Accelerator(), 21, size, 0) for size in (21, 8))
     assert parts == pytest.approx(whole)
     assert 0 < whole["zero_share"] < 1
+
+
+def test_accuracy_is_told_apart_by_rule(monkeypatch):
+    """A model that always repeats the last known panel of the row is right where nothing changes."""
+    task, kind = SRaven(features=2, permute_features=False), TASKS["s_raven"]
+    model = make_model(kind, task, "", ModelArguments(**TINY).options())
+
+    def repeat(inputs):
+        return SparseTransformerOutput(logits=functional.one_hot(inputs[:, -4:-2], 8))
+
+    monkeypatch.setattr(model, "forward", repeat)
+    metrics = evaluate(model, kind, task, Accelerator(), 300, 128, 0)
+    rules = task.label_rules(300, "test", 0)
+    assert metrics["accuracy_constant"] == metrics["ood_accuracy_constant"] == 1
+    assert metrics["accuracy_progression"] == metrics["accuracy_distribute_three"] == 0
+    assert 0 < metrics["accuracy_addition"] < 0.4  # where the second value is zero, or the first
+    shares = {name: (RULE_KINDS[rules] == name).mean() for name in RULE_KINDS}
+    by_rule = sum(shares[name] * metrics[f"accuracy_{name}"] for name in shares)
+    assert by_rule == pytest.approx(metrics["accuracy_per_feature"])
 
 
 @pytest.mark.parametrize(

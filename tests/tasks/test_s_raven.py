@@ -49,6 +49,23 @@ def test_every_row_follows_its_rule(values, split):
                 assert len({frozenset(row) for row in rows.tolist()}) == 1
 
 
+@pytest.mark.parametrize("permute_features", [False, True])
+def test_the_labels_follow_their_rules(permute_features):
+    """Some feature of the first panels and one of the second complete each label's rule, in all rows."""
+    task = SRaven(features=3, permute_features=permute_features)
+    grid, rules = task.generate(300, "train", seed=2, start=100)
+    of_labels = task.label_rules(300, "train", seed=2, start=100)
+    assert (np.sort(of_labels, axis=1) == rules).all()
+    assert (of_labels == rules).all() != permute_features
+    for problem, names in zip(grid, of_labels, strict=True):
+        for place, rule in enumerate(names):
+            pairs = itertools.product(range(3), repeat=2) if permute_features else [(place, place)]
+            assert any(
+                all(row_follows(RULES[rule], (row[0, one], row[1, two], row[2, place]), 8) for row in problem)
+                for one, two in pairs
+            )
+
+
 def test_all_free_values_are_uniform():
     """Every pair of addition, every start of a progression, every order of distribute three occurs as often."""
     n = 16_000
