@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 
 def absolute_transfer(
@@ -35,10 +36,19 @@ def aligned_decode(
     """`alpha psi` with aligned transfer to the last `length` tokens: context i's coefficients meet psi moved d_i."""
     _check_length(alpha, weight, length)
     if torch.compiler.is_compiling():
-        received = transferred_coefficients(alpha, weight, length, aligned=True) @ values
-        out = alpha @ values
-        return torch.cat([out[:, :, :-length], out[:, :, -length:] + received], 2)
+        return _decode_moved_values(alpha, values, weight, length)
     return _AlignedDecode.apply(alpha, values, weight, length)
+
+
+def _decode_moved_values(alpha: Tensor, values: Tensor, weight: Tensor, length: int) -> Tensor:
+    """For the compiler, which pads the gradients of slices of alpha: here the values move, which are fewer."""
+    contexts = weight.shape[1]
+    distances = [(contexts - i) * length for i in range(contexts)]
+    moved = torch.stack([functional.pad(values[:, :, d:], (0, 0, 0, d)) for d in distances], 2)  # [B, H, K, N, D]
+    received = alpha[:, :, :-length].unflatten(2, (contexts, length)) @ moved
+    received = (received * weight[..., None, None]).sum(2)
+    out = alpha @ values
+    return torch.cat([out[:, :, :-length], out[:, :, -length:] + received], 2)
 
 
 class _AlignedDecode(torch.autograd.Function):

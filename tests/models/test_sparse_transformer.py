@@ -113,15 +113,14 @@ def test_attention_equals_the_formula(options):
     model = small(**options).double()
     attention = model.model.layers[0].attention
     hidden_states = torch.randn(2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    distances = model.model.distances(torch.device("cpu"))
     expected, expected_alpha = attention_by_hand(model, hidden_states)
-    actual, alpha = attention(hidden_states, distances, output=True)
+    actual, alpha = attention(hidden_states, output=True)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(alpha, expected_alpha, rtol=1e-9, atol=1e-9)
-    without, nothing = attention(hidden_states, distances)
+    without, nothing = attention(hidden_states)
     assert nothing is None
     torch.testing.assert_close(without, expected, rtol=1e-9, atol=1e-9)
-    last, _ = attention(hidden_states, distances, last=2)
+    last, _ = attention(hidden_states, last=2)
     torch.testing.assert_close(last, expected[:, -2:], rtol=1e-9, atol=1e-9)
 
 

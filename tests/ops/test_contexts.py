@@ -93,8 +93,15 @@ def test_aligned_decoding_compiles():
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         alpha, values, weight = operands(2, 3, per_head=True)
-        compiled = torch.compile(aligned_decode, fullgraph=True)
-        assert_close(compiled(alpha, values, weight, 3), aligned_decode(alpha, values, weight, 3))
+        results = []
+        for function in (aligned_decode, torch.compile(aligned_decode, fullgraph=True)):
+            inputs = [tensor.clone().requires_grad_() for tensor in (alpha, values, weight)]
+            out = function(*inputs, 3)
+            results.append((out, torch.autograd.grad((out * out.detach().cos()).sum(), inputs)))
+        (expected, gradients), (actual, compiled) = results
+        assert_close(actual, expected)
+        for one, other in zip(compiled, gradients, strict=True):
+            assert_close(one, other)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
 

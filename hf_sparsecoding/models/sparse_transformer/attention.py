@@ -50,10 +50,20 @@ class SparseTransformerAttention(nn.Module):
             return self.config.threshold
         return functional.softplus(self.raw_threshold)[:, None, None]
 
-    def scores(self, query: Tensor, key: Tensor, distances: Tensor | None) -> Tensor:
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """Scaled dot products with the position bias, [B, H, N, N], not yet normalised."""
         scores = (query * self.config.head_dim**-0.5) @ key.mT  # [B, H, N, N]
-        return scores if distances is None else scores + self.position_bias[:, distances]
+        return scores if self.config.position_bias == "none" else scores + self.bias()
+
+    def bias(self) -> Tensor:
+        """The position bias of every pair of query and key, [H, N, N].
+
+        Windows of one line per head: an index per pair would be looked up again for every example once compiled.
+        """
+        tokens, bias = self.config.sequence_length, self.position_bias  # by the query's distance from the key
+        if self.config.position_bias == "past":
+            bias = torch.cat([bias[:, :1].expand(-1, tokens - 1), bias], 1)
+        return bias.flip(1).unfold(1, tokens, 1).flip(1)
 
     def coefficients(self, scores: Tensor, threshold_scale: float) -> Tensor:
         """Normalisation, sigma and, at the stage "scores", transfer."""
@@ -73,7 +83,6 @@ class SparseTransformerAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        distances: Tensor | None,
         threshold_scale: float = 1.0,
         output: bool = False,
         last: int | None = None,
@@ -93,7 +102,7 @@ class SparseTransformerAttention(nn.Module):
             out = sparse_attention(query, key, value, coefficients="soft_threshold", threshold=xi)
             out = self.transfer(out) if transferred else out
         else:
-            alpha = self.coefficients(self.scores(query, key, distances), threshold_scale)
+            alpha = self.coefficients(self.scores(query, key), threshold_scale)
             lifted = self.lift(alpha) if transferred and (output or config.mixer == "hyla") else alpha
             if config.mixer == "hyla":
                 out = hyla(lifted, value)

@@ -30,8 +30,8 @@ class SparseTransformerLayer(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
 
-    def forward(self, hidden_states, distances, threshold_scale, output, last=None):
-        mixed, alpha = self.attention(self.input_norm(hidden_states), distances, threshold_scale, output, last)
+    def forward(self, hidden_states, threshold_scale, output, last=None):
+        mixed, alpha = self.attention(self.input_norm(hidden_states), threshold_scale, output, last)
         hidden_states = (hidden_states if last is None else hidden_states[:, -last:]) + mixed
         inner = functional.gelu(self.up_proj(self.mlp_norm(hidden_states)), approximate="tanh")
         return hidden_states + self.down_proj(inner), alpha
@@ -112,14 +112,6 @@ class SparseTransformerModel(SparseTransformerPreTrainedModel):
             )
         return vectors.to(self.embedding.weight.dtype)
 
-    def distances(self, device: torch.device) -> Tensor | None:
-        """Index of the position bias of each pair of query and key, [N, N]."""
-        if self.config.position_bias == "none":
-            return None
-        place = torch.arange(self.config.sequence_length, device=device)
-        distance = place[:, None] - place
-        return distance.clamp(min=0) if self.config.position_bias == "past" else distance + len(place) - 1
-
     def forward(
         self,
         inputs: Tensor,
@@ -142,11 +134,10 @@ class SparseTransformerModel(SparseTransformerPreTrainedModel):
         self.config.check_fused_attention()  # it may have been set since
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden_states = self.embedding(self.vectors(inputs))
-        distances = self.distances(inputs.device)
         states, attentions = [hidden_states], []
         for layer in self.layers:
             kept = last if layer is self.layers[-1] else None
-            hidden_states, alpha = layer(hidden_states, distances, threshold_scale, output_attentions, kept)
+            hidden_states, alpha = layer(hidden_states, threshold_scale, output_attentions, kept)
             states.append(hidden_states)
             attentions.append(alpha)
         states[-1] = self.final_norm(hidden_states)
