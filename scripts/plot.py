@@ -2,7 +2,7 @@
 
     python scripts/plot.py samples outputs/s_raven/results.json --metric ood_accuracy --output samples.png
     python scripts/plot.py sparsity outputs/thresholds/results.json --output sparsity.png
-    python scripts/plot.py coefficients outputs/s_raven/hyla/seed-0 --layer 0 1 --head 0 3 --output coefficients.png
+    python scripts/plot.py coefficients outputs/s_raven/hyla__none/seed-0 --layer 0 1 --head 0 3 --output maps.png
     python scripts/plot.py predictions outputs/raven/softmax outputs/raven/hyla --problems 4 --output predictions.png
 
 The first two read results.json files only. The others load models from the folders that scripts/train_synthetic.py

@@ -112,7 +112,8 @@ class Job:
             return []
         values = read_mapping(self.command[self.command.index("--config") + 1])
         settings = {**ASSUMED, **run["settings"]}
-        used = [name for name in values if name in settings and f"--{name}" not in self.command]
+        flags = {word.partition("=")[0] for word in self.command}  # a negative value is part of its flag's word
+        used = [name for name in values if name in settings and f"--{name}" not in flags]
         return [name for name in used if not same(values[name], settings[name])]
 
     def start(self, threads: int) -> None:

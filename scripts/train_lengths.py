@@ -114,6 +114,7 @@ def make_model(
         **{**asdict(model_arguments), **chosen_by_the_model},
         vocab_size=len(task.vocabulary),
         max_position=task.max_position,
+        cyclic_positions=task.cyclic,
         positions=POSITIONS[arguments.positions][0],
         predict_positions=arguments.positions == "predicted",
         bos_token_id=tasks.BOS,

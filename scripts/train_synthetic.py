@@ -133,8 +133,7 @@ def run(arguments: SyntheticArguments, model_arguments: ModelArguments, training
         settings=identity,
         evaluate=partial(measure, splits=kind.watched),
     )
-    # the saved model is float32, so that is what is measured: this takes the autocast of training off it
-    metrics = measure(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
+    metrics = measure(model)
     stage = " of scores" if model_arguments.transfer_stage == "scores" else ""
     method = arguments.method or f"{model_arguments.mixer}, transfer: {model_arguments.transfer}{stage}"
     settings["num_processes"] = accelerator.num_processes

@@ -26,3 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--compatibility"):
         config.pluginmanager.register(Recorder(config), "compatibility")
     torch.set_num_threads(1)  # tiny models: threads cost more than they bring
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """Accelerate keeps the precision of the first Accelerator of a process."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

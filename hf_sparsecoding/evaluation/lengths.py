@@ -37,7 +37,8 @@ def evaluate_length(
         `exact_match`: share of responses with every token right, EOS included. `id_match` (if the model predicts
         positions): share with every position id right. `concentration`: number of keys that hold 90 % of a row's
         absolute coefficients, where the response is predicted. `zero_coefficients`, `zero_tiles` (of a mixer that
-        makes zeros): shares of the coefficients and of tiles of 128 x 128 of them that causality allows, in all rows.
+        makes zeros): shares of the coefficients and of tiles of 128 x 128 of them that causality allows, in all rows
+        but padding.
     """
     model.eval()
     starts = range(0, items, batch_size)
@@ -45,8 +46,9 @@ def evaluate_length(
     for start in list(starts)[accelerator.process_index :: accelerator.num_processes]:
         examples = task.examples_of_length(length, start, min(batch_size, items - start), "test", seed)
         batch = {name: torch.from_numpy(array).to(accelerator.device) for name, array in examples.items()}
-        measured.append(_measure(model, batch, oracle))
-    rows = gather_object(measured)
+        measured.append((start, _measure(model, batch, oracle)))
+    # in the order of the problems: the same sum whatever the number of processes
+    rows = [row for _, row in sorted(gather_object(measured), key=lambda entry: entry[0])]
     total = sum(row["items"] for row in rows)
     return {name: sum(row[name] for row in rows) / total for name in rows[0] if name != "items"}
 
@@ -70,7 +72,8 @@ def _measure(model: SparseDecoderForCausalLM, batch: dict[str, Tensor], oracle: 
     needed = torch.stack([keys_needed(alpha) for alpha in output.attentions]).mean((0, 2))  # [B, T]
     sums["concentration"] = ((needed * predicting).sum(1) / predicting.sum(1)).sum().item()
     if model.config.mixer != "softmax":
-        zeros = [zero_shares(alpha) for alpha in output.attentions]
+        sizes = (tokens != PAD).sum(1)
+        zeros = [zero_shares(alpha, sizes) for alpha in output.attentions]
         for name, shares in zip(("zero_coefficients", "zero_tiles"), zip(*zeros, strict=True), strict=True):
             sums[name] = len(tokens) * sum(shares) / len(shares)
     return sums
@@ -90,7 +93,12 @@ def keys_needed(alpha: Float[Tensor, "B H T S"], share: float = HELD_SHARE) -> F
     return ((before < share * totals) & (totals > 0)).sum(-1).to(alpha.dtype)
 
 
-def zero_shares(alpha: Float[Tensor, "B H T T"]) -> tuple[float, float]:
-    """Shares of causal coefficients, and of tiles of them, that are zero: means over problems and heads."""
-    found = explicit_sparsity(alpha, causal=True)
-    return found.elements.mean().item(), found.tiles.mean().item()
+def zero_shares(alpha: Float[Tensor, "B H T T"], sizes: Int[Tensor, " B"]) -> tuple[float, float]:
+    """Shares of causal coefficients, and of tiles of them, that are zero among the first `sizes` tokens of a problem:
+    means over problems and heads."""
+    elements = tiles = 0.0
+    for size, count in zip(*(values.tolist() for values in sizes.unique(return_counts=True)), strict=True):
+        found = explicit_sparsity(alpha[sizes == size, :, :size, :size], causal=True)
+        elements += count * found.elements.mean().item()
+        tiles += count * found.tiles.mean().item()
+    return elements / len(sizes), tiles / len(sizes)

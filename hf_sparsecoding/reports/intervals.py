@@ -49,12 +49,15 @@ def difference(values: list[float], baseline: list[float], items: int | None = N
 
     Two sources of error are added up: the spread over seeds (Welch's unpaired interval), and for shares the choice of
     the `items` test items. All seeds answer the same items, so more seeds do not shrink the second. Both methods
-    answer the same items too; that pairing is left out, so the interval is rather too wide than too narrow.
+    answer the same items too; that pairing is left out, so the interval is rather too wide than too narrow. A single
+    value beside several gets their spread.
     """
     value = statistics.fmean(values) - statistics.fmean(baseline)
     repeated = [sample for sample in (values, baseline) if len(sample) > 1]
     # (variance of the mean, degrees of freedom)
     terms = [(statistics.variance(sample) / len(sample), len(sample) - 1) for sample in repeated]
+    if len(terms) == 1:
+        terms = [(terms[0][0] + statistics.variance(repeated[0]), terms[0][1])]
     if items:
         for share in (statistics.fmean(values), statistics.fmean(baseline)):
             terms.append((share * (1 - share) / items, math.inf))

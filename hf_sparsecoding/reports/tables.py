@@ -110,9 +110,12 @@ def _differs(methods: dict[str, list[dict]], metric: str) -> bool:
 
 
 def compare(runs: list[dict], baseline: list[dict], metric: str) -> str:
-    """The difference of a metric's means with its 95 % interval; "n.s." where that holds 0."""
+    """The difference of a metric's means with its 95 % interval; "n.s." where that holds 0.
+
+    Missing where both have one seed only: how much seeds differ is then unknown, however many items they answered.
+    """
     values, reference = metric_values(runs, metric), metric_values(baseline, metric)
-    if not values or not reference:
+    if not values or not reference or max(len(values), len(reference)) == 1:
         return MISSING
     return with_verdict(difference(values, reference, _items(runs + baseline, metric)))
 

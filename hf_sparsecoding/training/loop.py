@@ -100,7 +100,7 @@ def train(
     settings: dict | None = None,
     evaluate: Callable[[torch.nn.Module], dict[str, float]] | None = None,
 ) -> TrainingResult:
-    """Train the parameters of `model` that require gradients, in place.
+    """Train the parameters of `model` that require gradients, in place; afterwards it computes in float32 again.
 
     A caller that brings its `accelerator` ends it with `accelerator.end_training()`, which closes the trackers.
 
@@ -134,6 +134,8 @@ def train(
         if arguments.checkpoint_every and (done % arguments.checkpoint_every == 0 or done == arguments.steps):
             run.save()
     result = run.result
+    # the saved model is float32, so that is what the caller measures: this takes the autocast of training off it
+    accelerator.unwrap_model(run.model, keep_fp32_wrapper=False, keep_torch_compile=False)
     # the wrapper of several processes must be gone before the process group: if its reducer holds the last reference
     # to gloo's group at the end of the program, torch 2.13 waits there for a thread that waits for it
     del run

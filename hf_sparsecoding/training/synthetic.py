@@ -213,7 +213,8 @@ def evaluate(
             parts = [values[name] for values in everyone if name in values]
             total = sum(count * value for value, count in parts)
             metrics[PREFIXES[split] + name] = total / sum(count for _, count in parts)
-    metrics.update(zero_shares(model, task, accelerator, min(items, ZERO_SHARE_ITEMS), seed))
+    if model.config.mixer == "sparse_coding":
+        metrics.update(zero_shares(model, task, accelerator, min(items, ZERO_SHARE_ITEMS), batch_size, seed))
     return metrics
 
 
@@ -238,13 +239,18 @@ def accuracies_by_rule(logits: Tensor, labels: Tensor, rules: np.ndarray) -> dic
     }
 
 
-def zero_shares(model: torch.nn.Module, task: Any, accelerator: Accelerator, items: int, seed: int) -> dict:
-    """Share of zeros in the contexts' rows on problems of "test"; empty for mixers without a threshold."""
-    if model.config.mixer != "sparse_coding":
-        return {}
-    batch = tensors(task.examples(0, items, "test", seed))
-    attentions = model(batch["inputs"].to(accelerator.device), output_attentions=True).attentions
+def zero_shares(
+    model: torch.nn.Module, task: Any, accelerator: Accelerator, items: int, batch_size: int, seed: int
+) -> dict[str, float]:
+    """Share of zeros in the contexts' rows on problems of "test", counted by all processes together."""
     rows = model.config.sequence_length - model.config.context_length
-    shares = [(alpha[:, :, :rows] == 0).float().mean().item() for alpha in attentions]
+    counts = []  # of zeros, then of coefficients, by layer
+    for start in list(range(0, items, batch_size))[accelerator.process_index :: accelerator.num_processes]:
+        batch = tensors(task.examples(start, min(batch_size, items - start), "test", seed))
+        attentions = model(batch["inputs"].to(accelerator.device), output_attentions=True).attentions
+        kept = [alpha[:, :, :rows] for alpha in attentions]
+        counts.append([[int((alpha == 0).sum()) for alpha in kept], [alpha.numel() for alpha in kept]])
+    zeros, totals = np.sum(gather_object(counts), axis=0)
+    shares = (zeros / totals).tolist()
     layers = {f"zero_share_layer_{i}": share for i, share in enumerate(shares)}
     return {"zero_share": sum(shares) / len(shares), **layers}

@@ -4,7 +4,7 @@ from accelerate import Accelerator
 
 from hf_sparsecoding.evaluation.lengths import evaluate_length, keys_needed, zero_shares
 from hf_sparsecoding.models import SparseDecoderConfig, SparseDecoderForCausalLM
-from hf_sparsecoding.tasks.length_generalization import BOS, EOS, Addition
+from hf_sparsecoding.tasks.length_generalization import BOS, EOS, Addition, ScratchpadParity
 
 
 TASK = Addition(train_lengths=(1, 3), test_lengths=(4,), max_position=10)
@@ -94,11 +94,25 @@ def test_concentration_is_where_the_response_is_predicted():
 
 def test_shares_of_zeros():
     alpha = torch.ones(2, 1, 200, 200).tril()
-    assert zero_shares(alpha) == (0, 0)
+    sizes = torch.tensor([200, 200])
+    assert zero_shares(alpha, sizes) == (0, 0)
     alpha[0, 0, 128:, :128] = 0  # one of three tiles, 72 x 128 of 20,100 coefficients, of one problem of two
-    elements, tiles = zero_shares(alpha)
+    elements, tiles = zero_shares(alpha, sizes)
     assert tiles == pytest.approx(1 / 6)
     assert elements == pytest.approx(72 * 128 / 20100 / 2)
+
+
+def test_padding_does_not_count():
+    """Responses of one batch may have different lengths: metrics do not depend on which problems share one."""
+    task = ScratchpadParity(train_lengths=(1, 4), test_lengths=(6,), max_position=30)
+    torch.manual_seed(0)
+    model = SparseDecoderForCausalLM(
+        SparseDecoderConfig(vocab_size=len(task.vocabulary), max_position=30, mixer="sparse_coding")
+    )
+    each, all_ = (evaluate_length(model, task, 6, Accelerator(), 16, size, seed=0, oracle=True) for size in (1, 16))
+    assert len(set((task.examples_of_length(6, 0, 16, "test", 0)["labels"] >= 0).sum(1))) > 1
+    assert each == pytest.approx(all_)
+    assert each["zero_coefficients"] > 0
 
 
 @pytest.mark.parametrize("mixer", ["softmax", "sparse_coding", "top_k"])

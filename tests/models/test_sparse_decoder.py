@@ -151,6 +151,15 @@ def test_greedy_decoding_equals_the_forward_pass_token_by_token(options):
         tokens, ids = torch.cat([tokens, chosen], 1), torch.cat([ids, following.clamp(max=20)], 1)
 
 
+def test_counted_positions_go_on_at_one():
+    """As the ids of a cyclic task do; the greatest id is repeated otherwise."""
+    tokens, ids = make_batch(2, 4)
+    ids[:] = torch.tensor([[16, 17, 18, 19], [3, 4, 5, 6]])
+    for cyclic, expected in ((False, [20, 20, 20]), (True, [20, 1, 2])):
+        model = make_model(cyclic_positions=cyclic)
+        assert model.greedy(tokens, ids, 3).position_ids.tolist() == [expected, [7, 8, 9]]
+
+
 def test_greedy_decoding_takes_given_ids_and_stops_at_the_end():
     model = make_model(predict_positions=True)
     tokens, ids = make_batch(2, 4)

@@ -39,6 +39,14 @@ def test_difference_over_seeds_is_welch():
     assert found.significant
 
 
+def test_a_single_value_gets_the_spread_of_the_others():
+    """2 degrees of freedom, variance 4 e-4 of the mean of three and of the single value alike."""
+    found = difference([0.50, 0.52, 0.48], [0.56])
+    assert found.high - found.value == pytest.approx(4.303 * math.sqrt(4e-4 / 3 + 4e-4))
+    assert not found.significant
+    assert difference([0.56], [0.50, 0.52, 0.48]).low == pytest.approx(-found.high)
+
+
 def test_difference_of_shares_of_one_seed_is_two_proportions():
     found = difference([0.76], [0.70], items=256)
     half = 1.959964 * math.sqrt((0.76 * 0.24 + 0.70 * 0.30) / 256)

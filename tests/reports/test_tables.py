@@ -42,11 +42,16 @@ def test_a_method_with_fewer_seeds_does_not_differ_by_that():
 
 
 def test_no_significance_is_marked():
-    runs = [example_run("a", 0, 0.71), example_run("b", 0, 0.70)]
+    runs = [example_run("a", seed, 0.71 + seed / 1000) for seed in (0, 1)] + [example_run("b", 0, 0.70)]
     assert "n.s." in method_table(example_results(runs=runs), ["accuracy_after"], "b")
-    bare = [{**run, "settings": {}} for run in runs]
-    # one seed and no count of items: nothing tells how uncertain the difference is
-    assert method_table(example_results(runs=bare), ["accuracy_after"], "b").split("\n")[2].rstrip("| ").endswith("-")
+
+
+def test_single_seeds_are_not_compared():
+    """How much seeds differ is then unknown, with or without a count of test items."""
+    runs = [example_run("a", 0, 0.9), example_run("b", 0, 0.1)]
+    for made in (runs, [{**run, "settings": {}} for run in runs]):
+        table_ = method_table(example_results(runs=made), ["accuracy_after"], "b")
+        assert table_.split("\n")[2].rstrip("| ").endswith("-")
 
 
 def test_metric_that_only_some_methods_have():

@@ -16,7 +16,8 @@ from tests.training.character_model import forked
 # stands in for a training script; imports nothing, so that the sweep is what is tested
 SCRIPT = """
 import json, os, pathlib, sys, time
-arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+words = [part for word in sys.argv[1:] for part in (word.split("=", 1) if word.startswith("--") else [word])]
+arguments = dict(zip(words[::2], words[1::2]))
 folder = pathlib.Path(arguments["--output_dir"])
 (folder / "starts").open("a").write("x")
 (folder / "threads").write_text(os.environ["OMP_NUM_THREADS"])
@@ -27,7 +28,7 @@ if "--sleep" in arguments:
     (folder / "pid").write_text(str(os.getpid()))
     time.sleep(float(arguments["--sleep"]))
 run = {"method": arguments["--method"], "seed": int(arguments["--seed"]), "trainable_parameters": 3, "samples": 5,
-       "settings": {"rate": 0.001, "options": '{"k": 2}', "value": 1},
+       "settings": {"rate": 0.001, "options": '{"k": 2}', "value": float(arguments["--value"])},
        "metrics": {"score": float(arguments["--value"]) + int(arguments["--seed"]), "score_detail": 1}}
 results = {"experiment": "x", "command": "python " + " ".join(sys.argv), "date": "2026-01-01", "machine": "m",
            "versions": {"torch": "1"}, "runs": [run]}
@@ -126,6 +127,14 @@ def test_runs_from_before_the_config_changed_are_not_kept(config, capsys):
     shutil.rmtree("out")
     assert sweep.main(argv) == 0
     assert "4 runs, 0 of them finished before" in capsys.readouterr().out
+
+
+def test_negative_values_of_a_method_override_the_config_file(config, capsys):
+    Path("rates.yaml").write_text("value: 7\n")
+    argv = [config(common={"value": -1, "config": "rates.yaml"}), "--results", "gathered.json"]
+    assert sweep.main(argv) == 0
+    assert sweep.main(argv) == 0
+    assert "4 runs, 4 of them finished before" in capsys.readouterr().out
 
 
 def test_fields_that_came_later_are_compared_with_what_runs_did_before(config):

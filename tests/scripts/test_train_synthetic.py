@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch.nn import functional
 from transformers import AutoModelForTokenClassification
 
@@ -115,14 +114,6 @@ def test_two_processes_give_the_result_of_one(tmp_path, options):
     for name, value in one["metrics"].items():
         if name != "step_seconds":
             assert two["metrics"][name] == pytest.approx(value, rel=1e-4), name
-
-
-@pytest.fixture
-def fresh_accelerate():
-    """Accelerate keeps the precision of the first Accelerator of a process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

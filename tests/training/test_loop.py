@@ -275,6 +275,18 @@ def test_cosine_ends_at_its_share(tmp_path):
     assert rates[1:] == sorted(rates[1:], reverse=True)
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_the_trained_model_computes_in_float32(tmp_path):
+    """What is saved is what is measured after training; in training it is another thing."""
+    model, dtypes = make_model(), []
+    model[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    train(model, batch, mse, arguments(tmp_path, mixed_precision="bf16", steps=2))
+    assert set(dtypes) == {torch.bfloat16}
+    dtypes.clear()
+    model(batch(0, 4)["inputs"])
+    assert dtypes == [torch.float32]
+
+
 @pytest.mark.slow
 def test_compiled_training_gives_the_same_losses(tmp_path):
     plain = train(make_model(), batch, mse, arguments(tmp_path / "plain"))

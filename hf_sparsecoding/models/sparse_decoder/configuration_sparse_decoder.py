@@ -33,6 +33,7 @@ class SparseDecoderConfig(PreTrainedConfig):
             operator is signed, and a large negative score is a large coefficient. With `score_norm="row"` a head whose
             slope is s therefore sees less than (1 - xi) / s tokens.
         max_position: Greatest position id of "learned" and of `predict_positions`.
+        cyclic_positions: Where position ids are counted in decoding, 1 follows `max_position`; else it is repeated.
         predict_positions: A second head predicts the next token's position id (predictive position coupling).
         l1_penalty: Weight of `sum_j |alpha_tj|` in the loss, a mean over heads, layers and the tokens t with a label.
             It is constant where the coefficients come from a softmax.
@@ -61,6 +62,7 @@ class SparseDecoderConfig(PreTrainedConfig):
         fused_attention: bool = False,
         positions: str = "learned",
         max_position: int = 32,
+        cyclic_positions: bool = False,
         predict_positions: bool = False,
         l1_penalty: float = 0.0,
         hidden_size: int = 128,
@@ -80,7 +82,7 @@ class SparseDecoderConfig(PreTrainedConfig):
         self.score_norm, self.fused_attention = score_norm, fused_attention
         grows = mixer == "sparse_coding" and score_norm == "keys"
         self.output_norm = output_norm if output_norm is not None else "length" if grows else "none"
-        self.positions, self.max_position = positions, max_position
+        self.positions, self.max_position, self.cyclic_positions = positions, max_position, cyclic_positions
         self.predict_positions, self.l1_penalty = predict_positions, l1_penalty
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads

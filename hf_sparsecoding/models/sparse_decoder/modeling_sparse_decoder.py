@@ -329,7 +329,7 @@ class SparseDecoderForCausalLM(SparseDecoderPreTrainedModel):
             input_ids, position_ids: Prompts of one length, [B, T].
             max_new_tokens: N; fewer are made where every sequence has reached `eos_token_id`.
             given_position_ids: Position ids of the new tokens [B, N], known beforehand (an oracle). None: predicted
-                where the model does that, else one more than the last.
+                where the model does that, else counted on from the last (`cyclic_positions` says how).
         """
         self.eval()
         cache, tokens, ids = DynamicCache(), [], []
@@ -353,6 +353,8 @@ class SparseDecoderForCausalLM(SparseDecoderPreTrainedModel):
             return given[:, step : step + 1]
         if output.position_logits is not None:
             return output.position_logits[:, -1:].argmax(-1)
+        if self.config.cyclic_positions:
+            return last[:, -1:] % self.config.max_position + 1
         return (last[:, -1:] + 1).clamp(max=self.config.max_position)
 
 

@@ -84,7 +84,10 @@ class SequenceTask(ABC):
 
     def __post_init__(self):
         for name in ("train_lengths", "test_lengths"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            lengths = getattr(self, name)
+            if not isinstance(lengths, Sequence) or not all(type(length) is int for length in lengths):
+                raise ValueError(f"{name} must be a list of whole numbers, got {lengths!r}")
+            object.__setattr__(self, name, tuple(lengths))
         if len(self.train_lengths) != 2 or self.train_lengths[0] > self.train_lengths[1]:
             raise ValueError(f"train_lengths must be (shortest, longest), got {self.train_lengths}")
         if not self.test_lengths:

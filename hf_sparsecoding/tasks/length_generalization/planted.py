@@ -3,7 +3,7 @@
 n problems, S tokens of prompt and response, V values of a planted token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -69,7 +69,10 @@ class PlantedCorrelations(SequenceTask):
         if self.values**self.k > MOST_TUPLES:
             raise ValueError(f"values^k must be at most {MOST_TUPLES}, got {self.values}^{self.k}; lower one of them")
         for name in ("filler", "token_law"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            law = getattr(self, name)
+            if not isinstance(law, Sequence) or not all(isinstance(share, int | float) for share in law):
+                raise ValueError(f"{name} must be a list of probabilities, got {law!r}")
+            object.__setattr__(self, name, tuple(law))
         _check_law("filler", self.filler)
         if self.token_law:
             _check_law("token_law", self.token_law)

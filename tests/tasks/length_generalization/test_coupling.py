@@ -184,6 +184,12 @@ def test_random_places():
     ("call", "message"),
     [
         (lambda: Addition(train_lengths=(0, 5)), "lengths must be at least 1 for this task, got 0"),
+        (lambda: Addition(train_lengths=5), "train_lengths must be a list of whole numbers, got 5"),
+        (
+            lambda: Addition(train_lengths=[1.0, 6.0]),
+            r"train_lengths must be a list of whole numbers, got \[1.0, 6.0\]",
+        ),
+        (lambda: Addition(test_lengths=["12"]), r"test_lengths must be a list of whole numbers, got \['12'\]"),
         (lambda: Addition(train_lengths=(6, 5)), r"train_lengths must be \(shortest, longest\), got \(6, 5\)"),
         (lambda: Addition(train_lengths=(1, 2, 3)), r"\(shortest, longest\), got \(1, 2, 3\)"),
         (lambda: Addition(test_lengths=()), "test_lengths must name at least one length"),

@@ -144,6 +144,8 @@ def test_the_checker(k):
         ({"k": 17}, r"values\^k must be at most 65536, got 2\^17; lower one of them"),
         ({"k": 5, "train_lengths": (4, 9)}, "lengths must be at least 5 for this task, got 4"),
         ({"filler": ()}, r"filler must be probabilities that sum to 1, got \(\)"),
+        ({"filler": 0.5}, "filler must be a list of probabilities, got 0.5"),
+        ({"token_law": ["0.5", "0.5"]}, r"token_law must be a list of probabilities, got \['0.5', '0.5'\]"),
         ({"filler": (0.5, 0.4)}, r"filler must be probabilities that sum to 1, got \(0.5, 0.4\)"),
         ({"filler": (1.5, -0.5)}, "filler must be probabilities"),
         ({"k": 1, "token_law": (float("nan"), 1.0)}, "token_law must be probabilities"),
