@@ -61,7 +61,7 @@ from hf_sparsecoding.training.runs import device_name
 TASKS = {"s_raven_text": SRavenText}
 # the settings that decide which items are evaluated, and on what
 EVALUATION = ("model", "dtype", "task", "task_options", "data", "eval_data", "held_out_share", "append_eos")
-EVALUATION += ("eval_items", "eval_seed", "mixed_precision")
+EVALUATION += ("eval_items", "eval_seed")
 
 
 @dataclass(frozen=True)
@@ -307,10 +307,14 @@ def parse_arguments(argv: list[str]) -> tuple[AdaptArguments, TrainingArguments]
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--adapter", default="")
     first.add_argument("--evaluate_only", "--evaluate-only", action="store_true")
+    first.add_argument("--task")
+    first.add_argument("--data")
     known, _ = first.parse_known_args(argv)
     saved = saved_run(known.adapter) if known.adapter and known.evaluate_only else None
     if saved is not None:
-        argv = to_flags({name: saved["settings"][name] for name in EVALUATION}) + argv
+        other = {"data", "eval_data"} if known.task else {"task", "task_options"} if known.data else set()
+        names = [name for name in EVALUATION if name in saved["settings"] and name not in other]
+        argv = to_flags({name: saved["settings"][name] for name in names}) + argv
     return parse([AdaptArguments, TrainingArguments], argv, __doc__)
 
 

@@ -175,9 +175,9 @@ def cache_folder() -> Path:
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """An empty folder to fill. It becomes `folder` when the block ends well; until then `folder` stays as it was."""
-    partial, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("partial", "old"))
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    beside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)  # of a call that was killed
+    partial, old = beside / "new", beside / "old"
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -185,8 +185,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             os.replace(folder, old)  # a folder that is not empty cannot be replaced in one step
         os.replace(partial, folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def write_manifest(folder: Path, source: str, weights: str) -> None:

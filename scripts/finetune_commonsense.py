@@ -213,10 +213,15 @@ class Bookkeeping(TrainerCallback):
             results.write_text(folder / checkpoints.INDEX, json.dumps(index, indent=2))
 
 
+def saved_checkpoints(output: Path) -> list[Path]:
+    """The folders that Trainer named by their steps, the newest first; what else begins alike is the user's."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*") if path.is_dir()}
+    return sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: -int(steps[path]))
+
+
 def newest_checkpoint(output: Path, identity: dict) -> Path | None:
     """The newest whole checkpoint; half-written ones are passed over, one of another run is refused."""
-    found = [path for path in output.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    for path in sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-"))):
+    for path in saved_checkpoints(output):
         reason = checkpoints.damage(path)
         if reason is None:
             saved = json.loads((path / checkpoints.INDEX).read_text())
@@ -228,7 +233,7 @@ def newest_checkpoint(output: Path, identity: dict) -> Path | None:
 
 def remove_checkpoints(output: Path) -> None:
     if PartialState().is_main_process:
-        for path in output.glob("checkpoint-*"):
+        for path in saved_checkpoints(output):
             shutil.rmtree(path)
     PartialState().wait_for_everyone()
 

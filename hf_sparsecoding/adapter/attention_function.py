@@ -29,6 +29,9 @@ NAMES = {"sdpa": "sparse_coding", "eager": "sparse_coding_eager"}
 def install(model: PreTrainedModel) -> None:
     """Let the model's attention go through the functions of this module; installing twice changes nothing.
 
+    Coefficients are returned by a model loaded with attn_implementation="eager", for `output_attentions=True` given to
+    the forward or to `generate` (transformers refuses it in the config, where it looks for the name "eager").
+
     Raises:
         ValueError: if the model uses an implementation whose scores cannot be seen (flash, flex).
     """
@@ -71,12 +74,15 @@ def thresholded_attention(
     scaling: float,
     dropout: float = 0.0,
     softcap: float | None = None,
+    is_causal: bool = True,
     explicit: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs [B, T, H, D] and, if `explicit`, the coefficients [B, H, T, S] that others do not compute as a whole."""
+    if torch.is_autocast_enabled(query.device.type):  # as for other attention functions: rotary embeddings are float32
+        query, key, value = (t.to(torch.get_autocast_dtype(query.device.type)) for t in (query, key, value))
     dropout = dropout if module.training else 0.0
     length, causal = query.shape[2], False
-    if attention_mask is None and length > 1:
+    if attention_mask is None and length > 1 and is_causal:
         # transformers leaves the mask out where it is plainly causal; a static cache has further, empty keys behind
         key, value, causal = key[:, :, :length], value[:, :, :length], True
     mask = None if attention_mask is None else _boolean(attention_mask[..., : key.shape[2]])
@@ -116,7 +122,7 @@ def _sparse_coding(original: str):
                     'do not know; use coefficients="base"'
                 )
         kind, threshold = thresholded
-        scaling = kwargs.get("scaling")
+        scaling, is_causal = kwargs.get("scaling"), kwargs.get("is_causal")
         return thresholded_attention(
             module,
             query,
@@ -128,6 +134,7 @@ def _sparse_coding(original: str):
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             dropout=kwargs.get("dropout", 0.0),
             softcap=kwargs.get("softcap"),
+            is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
             explicit=original == "eager",
         )
 

@@ -123,7 +123,7 @@ def document_age(
     """
     ages = []
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-        ages.append(_age_of_mask(attention_mask.to(device))[:, -length:])
+        ages.append(_of_new_tokens(_age_of_mask(attention_mask.to(device)), length, past))
     if position_ids is not None and position_ids.ndim == 2:
         ages.append(_age_of_positions(position_ids.to(device), past))
     elif isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
@@ -139,6 +139,14 @@ def _age_of_mask(mask: Int[Tensor, "b S"]) -> Int[Tensor, "b S"]:
     """Number of tokens since the last padding, -1 for padding itself: no context lies in or beyond it."""
     index = torch.arange(mask.shape[1], device=mask.device)
     return index - torch.where(mask == 0, index, -1).cummax(-1).values - 1
+
+
+def _of_new_tokens(age: Int[Tensor, "b S"], length: int, past: int | Tensor) -> Int[Tensor, "b T"]:
+    """A mask for a static cache may already have columns for tokens that are still to come."""
+    if isinstance(past, int):
+        end = min(past + length, age.shape[1])
+        return age[:, end - length : end]
+    return age.index_select(1, torch.arange(length, device=age.device) + past.to(age.device))
 
 
 def _age_of_4d_mask(mask: Tensor, past: int | Tensor) -> Int[Tensor, "b T"]:

@@ -106,6 +106,8 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         projection = output_projection(base_layer)
         device, dtype = super()._get_base_layer_device_and_dtype(projection)
         hook = getattr(projection, "_hf_hook", None)
+        # so few and small numbers are not rounded to half precision, in which an optimizer's steps would vanish
+        dtype = None if dtype in (torch.bfloat16, torch.float16) else dtype
         # an offloaded weight lies on "meta"; the numbers belong where it is run
         return getattr(hook, "execution_device", None) or device, dtype
 
@@ -274,7 +276,8 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
             raise ValueError(
                 "SparseCoding: contexts='segments' found no segments: "
                 + (
-                    "pass segment_ids [batch, length] to the forward, or set segment_token_ids in the config"
+                    "pass segment_ids [batch, length] to the forward (Trainer drops such a column unless "
+                    "remove_unused_columns=False), or set segment_token_ids in the config"
                     if spec.segment_token_ids is None
                     else "segment_token_ids need input_ids; with inputs_embeds use a config without them and pass "
                     "segment_ids"

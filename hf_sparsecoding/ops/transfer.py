@@ -87,7 +87,10 @@ def context_sum(
 
 
 def _scaled(outputs: Tensor, target: Tensor | None) -> Tensor:
-    return outputs if target is None else outputs * (1 + target).to(outputs.dtype)[:, None, :, None]
+    if target is None:
+        return outputs
+    # not 1 + target in half precision, which has no room for a small target
+    return torch.addcmul(outputs, outputs, target.to(outputs.dtype)[:, None, :, None])
 
 
 def _context(full: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

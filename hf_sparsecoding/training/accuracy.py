@@ -46,8 +46,7 @@ def evaluate(
         if name not in PREFIXES:
             continue
         mine = range(accelerator.process_index, len(split.examples), accelerator.num_processes)
-        with accelerator.autocast():
-            right = exact_match(model, [split.examples[number] for number in mine], pad, batch_size)
+        right = exact_match(model, [split.examples[number] for number in mine], pad, batch_size)
         scored = dict(gather_object(list(zip(mine, right, strict=True))))
         stem = f"{PREFIXES[name]}accuracy_{moment}"
         members = {stem: list(scored)}

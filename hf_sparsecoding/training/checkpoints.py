@@ -75,8 +75,10 @@ def save(folder: Path, model: torch.nn.Module, state: dict, index: dict, keep: i
     if final.exists():  # a damaged one of the same step: os.replace needs the place empty
         shutil.rmtree(final)
     os.replace(partial, final)
-    for old in candidates(folder)[keep:]:
-        shutil.rmtree(old)
+    every = candidates(folder)
+    place = every.index(final)  # those before it were found damaged when training went on from an earlier one
+    for other in every[:place] + every[place + keep :]:
+        shutil.rmtree(other)
     return final
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -33,13 +34,22 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_mapping(path: str | Path) -> dict:
+class NumberLoader(Loader):
+    """Without a third trap: 1e-3 is a number. On command lines it stays as it is written."""
+
+
+NumberLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_mapping(path: str | Path, loader: type[Loader] = Loader) -> dict:
     """A YAML or JSON file that holds one mapping."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no such file: {path}; give the path of a YAML or JSON file")
     try:
-        content = yaml.load(path.read_text(), Loader)
+        content = yaml.load(path.read_text(), loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML or JSON: {error}") from error
     if not isinstance(content, dict):

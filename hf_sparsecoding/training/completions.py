@@ -38,6 +38,10 @@ def encode(
     The completion's tokens are what the tokens of prompt + completion add to those of the prompt. Where a tokenizer
     merges characters across the boundary, the completion is tokenised alone.
     """
+    if append_eos and tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"append_eos needs a tokenizer with an end-of-sequence token; {type(tokenizer).__name__} has none"
+        )
     before = _special_prefix(tokenizer)
     starts = _plain(tokenizer, list(prompts))
     wholes = _plain(tokenizer, [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)])

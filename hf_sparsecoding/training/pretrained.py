@@ -10,21 +10,21 @@ from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .command_line import near_match, read_mapping
+from .command_line import NumberLoader, near_match, read_mapping
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def read_adapter_config(source: str) -> PeftConfig:
-    """A PEFT config from a YAML or JSON file, or from JSON text that starts with a brace."""
+    """A PEFT config to train, from a YAML or JSON file, or from JSON text that starts with a brace."""
     if source.lstrip().startswith("{"):
         try:
             values = json.loads(source)
         except json.JSONDecodeError as error:
             raise ValueError(f"adapter_config is not JSON ({error.msg} at column {error.colno}): {source}") from error
     else:
-        values = read_mapping(source)
+        values = read_mapping(source, NumberLoader)
     known = {str(getattr(kind, "value", kind)): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     kind = values.get("peft_type")
     if kind not in known:
@@ -33,7 +33,8 @@ def read_adapter_config(source: str) -> PeftConfig:
     for name in values:
         if name not in fields:
             raise ValueError(f"adapter_config: {kind} has no field {name!r}{near_match(name, fields)}")
-    return known[kind](**{"task_type": "CAUSAL_LM", **values})
+    # a saved adapter's config says true, which would freeze all
+    return known[kind](**{"task_type": "CAUSAL_LM", **values, "inference_mode": False})
 
 
 def longest_input(name: str) -> int | None:

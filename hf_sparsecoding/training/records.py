@@ -42,25 +42,34 @@ def _list(path: Path, text: str) -> list[tuple[str, object]]:
     """Entry by entry, so that each knows its line."""
     decoder, place, entries = json.JSONDecoder(), 0, []
 
-    def skip(characters: str) -> str:
+    def following() -> str:
         nonlocal place
-        while place < len(text) and text[place] in " \t\r\n" + characters:
+        while place < len(text) and text[place] in " \t\r\n":
             place += 1
         return text[place : place + 1]
 
     def line() -> str:
         return f"{path}:{text.count(chr(10), 0, place) + 1}"
 
-    if skip("") != "[":
+    if following() != "[":
         raise ValueError(f"{line()}: a .json file must hold a list of records; use .jsonl for one record per line")
     place += 1
-    while skip(",") != "]":
+    while following() != "]" or entries:
         where = line()
         try:
             entry, place = decoder.raw_decode(text, place)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg} at column {error.colno})") from error
         entries.append((where, entry))
+        if following() == "]":
+            break
+        if following() != ",":
+            raise ValueError(f"{line()}: not JSON (a comma or the end of the list must follow a record)")
+        place += 1
+        following()
+    place += 1
+    if following():
+        raise ValueError(f"{line()}: text after the end of the list; a .json file holds one list")
     return entries
 
 

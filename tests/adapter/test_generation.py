@@ -261,6 +261,28 @@ def test_a_loop_of_ones_own(model):
             torch.testing.assert_close(torch.cat(pieces, 1), full, atol=1e-4, rtol=1e-4)
 
 
+def test_a_mask_as_long_as_the_static_cache(model):
+    """Its columns for tokens to come are zeros; the new tokens' are not the last ones."""
+    ids, lengths = tokens(2, 8), [0, 2]
+    mask = torch.zeros(2, 16, dtype=torch.long)
+    with torch.no_grad():
+        for row, padding in enumerate(lengths):
+            mask[row, padding:8] = 1
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, :8]
+        full = model(ids, attention_mask=mask[:, :8], position_ids=positions, use_cache=False).logits
+        cache, pieces = StaticCache(config=model.config, max_cache_len=16), []
+        for begin, end in ((0, 5), (5, 6), (6, 8)):
+            seen = mask.clone()
+            seen[:, end:] = 0
+            output = model(
+                ids[:, begin:end], attention_mask=seen, position_ids=positions[:, begin:end], past_key_values=cache
+            )
+            pieces.append(output.logits)
+    actual = torch.cat(pieces, 1)
+    for row, padding in enumerate(lengths):
+        torch.testing.assert_close(actual[row, padding:], full[row, padding:], atol=1e-4, rtol=1e-4)
+
+
 def test_prompts_as_embeddings(kind, model):
     prompt = tokens(2, 9)
     embeddings = model.get_input_embeddings()(prompt)

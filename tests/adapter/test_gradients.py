@@ -6,6 +6,7 @@ import torch
 from peft import get_peft_model, prepare_model_for_kbit_training
 
 from hf_sparsecoding import SparseCodingConfig
+from hf_sparsecoding.adapter import attention_function
 from hf_sparsecoding.adapter.attention_function import thresholded_attention
 from hf_sparsecoding.adapter.layer import LearnedThreshold
 from tests.tiny_models import adapted, tiny_model, tokens
@@ -136,6 +137,35 @@ def test_bfloat16_model_and_autocast(kind, batch):
     half = adapted(tiny_model().bfloat16(), **KINDS[kind])
     assert half(**batch).logits.dtype == torch.bfloat16
     assert_near(gradients(half, loss_of(half), batch), expected)
+
+
+def test_thresholded_attention_takes_the_type_of_autocast(monkeypatch, batch):
+    """Rotary embeddings leave queries and keys in float32, which no kernel for half precision takes."""
+    seen = []
+    attend = attention_function.sparse_attention
+
+    def noting(query, key, value, **arguments):
+        seen.append((query.dtype, key.dtype, value.dtype))
+        return attend(query, key, value, **arguments)
+
+    monkeypatch.setattr(attention_function, "sparse_attention", noting)
+    model = adapted(tiny_model(), coefficients="thresholded_softmax", threshold=0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**batch)
+    assert set(seen) == {(torch.bfloat16,) * 3}
+
+
+def test_a_model_that_is_not_causal_stays_so():
+    """Embedding models are made of decoders in this way; without padding they are given no mask."""
+    ids = tokens(2, 9)
+    for implementation in ("sdpa", "eager"):
+        model = tiny_model(is_causal=False, attn_implementation=implementation)
+        base = model(ids).logits
+        changed = ids.clone()
+        changed[:, -1] = ids[:, -1] + 1
+        assert not torch.allclose(model(changed).logits[:, 0], base[:, 0])
+        same = adapted(model, coefficients="thresholded_softmax", threshold=0.0, init_weights=True)
+        torch.testing.assert_close(same(ids).logits, base, atol=1e-5, rtol=1e-4)
 
 
 def test_bfloat16_does_not_flip_the_threshold():

@@ -73,6 +73,17 @@ def test_an_added_adapter_is_not_active_on_layers_of_its_own(ids):
     assert trainable_adapters(model) == {"default"}
 
 
+def test_numbers_of_a_model_in_half_precision_stay_in_float32(ids):
+    """Through peft and through transformers, which casts the parameters of other methods."""
+    model = tiny_model().to(torch.bfloat16)
+    model.add_adapter(SparseCodingConfig(init_weights=False), "one")
+    through_peft = adapted(tiny_model().to(torch.bfloat16))
+    for made in (model, through_peft):
+        numbers = [value for name, value in made.named_parameters() if "sparsecoding_" in name]
+        assert {value.dtype for value in numbers} == {torch.float32}
+        assert made(ids).logits.dtype == torch.bfloat16
+
+
 def test_through_transformers(ids):
     model = tiny_model()
     base = model(ids).logits

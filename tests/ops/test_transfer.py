@@ -128,6 +128,16 @@ def test_without_contexts_rescales_heads():
         assert_equals_reference(function, lambda psi, target: psi * (1 + target)[..., None], [psi, target])
 
 
+@pytest.mark.parametrize("compiling", [False, True])
+def test_a_small_target_is_not_rounded_away_in_half_precision(monkeypatch, compiling):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    outputs = torch.randn(2, 64, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    small = torch.full((1, 3), 0.003)
+    for lifted in (transfer_lags(outputs, None, (), target=small), transfer(outputs, None, None, target=small)):
+        share = ((lifted - outputs).double() * outputs).sum() / outputs.double().square().sum()
+        assert share == pytest.approx(0.003, rel=0.1)
+
+
 def test_transfer_of_outputs_is_transfer_of_coefficients():
     lags = (1, 2)
     psi, weight, _ = make_inputs(7, 2)

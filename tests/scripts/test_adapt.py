@@ -115,6 +115,8 @@ def test_own_data(model, tmp_path, capsys):
     assert "other data_sha256" in capsys.readouterr().out
     adapt.main(flags(model, tmp_path / "b", on_task=False, data=data, eval_data=data, eval_items=7, steps=2))
     assert run_of(tmp_path / "b")["settings"]["items"]["accuracy_after"] == 7
+    # an adapter of another script's data, on the task
+    assert adapt.main(["--adapter", str(tmp_path / "b"), "--evaluate_only", "--task", "s_raven_text"]) == 0
 
 
 def test_resumed_run_equals_a_whole_one(model, tmp_path, monkeypatch):
@@ -182,6 +184,18 @@ def test_missing_matplotlib_is_found_first(model, tmp_path, monkeypatch):
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install hf-sparsecoding\[plots\].*--no_plots"):
         adapt.main(flags(model, tmp_path, plots=True))
+
+
+def test_the_config_of_a_saved_adapter_can_be_trained(tmp_path):
+    """`save_pretrained` says inference_mode=True there."""
+    saved = adapt.read_adapter_config('{"peft_type": "SPARSECODING", "inference_mode": true}')
+    assert not saved.inference_mode
+
+
+def test_numbers_in_a_config_may_have_exponents(tmp_path):
+    path = tmp_path / "adapter.yaml"
+    path.write_text("peft_type: SPARSECODING\ncoefficients: soft_threshold\nthreshold: 1e-3\n")
+    assert adapt.read_adapter_config(str(path)).threshold == 0.001
 
 
 def test_configs_are_valid():

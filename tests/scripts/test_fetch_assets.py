@@ -152,9 +152,18 @@ fetch_assets.fetch_smollm2(sys.argv[1])
     killed = subprocess.run([sys.executable, "-c", script, str(folder)], cwd=root)
     assert killed.returncode == -signal.SIGKILL
     assert not folder.exists()
-    assert (folder.with_name("model.partial") / "model.safetensors").exists()
+    assert (folder.with_name(".model.partial") / "new" / "model.safetensors").exists()
     assert (fetch_smollm2(folder) / "model.safetensors").read_bytes() == GGUF_BYTES
-    assert not folder.with_name("model.partial").exists()
+    assert not folder.with_name(".model.partial").exists()
+
+
+def test_folders_beside_are_left_alone(downloads, tmp_path):
+    mine = tmp_path / "model.old"
+    mine.mkdir()
+    (mine / "backup").write_text("mine")
+    fetch_smollm2(tmp_path / "model")
+    assert not (tmp_path / ".model.partial").exists()
+    assert (mine / "backup").read_text() == "mine"
 
 
 def test_failed_refetch_keeps_what_was_there(downloads, monkeypatch):

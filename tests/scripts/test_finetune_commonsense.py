@@ -125,7 +125,9 @@ def test_killed_run_resumes_exactly(folders, whole, tmp_path, caplog):
         ValueError, match=r"cannot resume .*: learning_rate \(checkpoint: 0.05, now: 0.1\).*--no_resume"
     ):
         script.main(flags(folders, tmp_path, learning_rate=0.1))
+    (tmp_path / "checkpoint-best").mkdir()
     script.main([*flags(folders, tmp_path, learning_rate=0.1), "--no_resume"])
+    assert (tmp_path / "checkpoint-best").is_dir()  # not Trainer's
     assert losses(tmp_path) != losses(whole)
 
 

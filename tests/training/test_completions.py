@@ -68,6 +68,12 @@ class TestEncode:
         with pytest.raises(ValueError, match=f"example 1: the {part} has no tokens"):
             encode(character_tokenizer(), ["a", prompt], ["b", completion])
 
+    def test_no_end_of_sequence(self):
+        tokenizer = character_tokenizer()
+        tokenizer.eos_token = None
+        with pytest.raises(ValueError, match="append_eos needs a tokenizer with an end-of-sequence token"):
+            encode(tokenizer, ["a"], ["b"], append_eos=True)
+
     def test_nothing_and_padding(self):
         assert encode(character_tokenizer(), [], []) == []
         tokenizer = character_tokenizer()

@@ -102,6 +102,15 @@ def test_other_settings_are_refused_by_name(tmp_path):
         train(make_model(), batch, mse, other, settings={"data": "b", "options": [1, 2]})
 
 
+def test_a_damaged_checkpoint_does_not_outlive_the_next_one(tmp_path):
+    """Training went on from an earlier one and saves before it comes to the damaged one's step."""
+    for step in (30, 50, 100):
+        checkpoints.save(tmp_path, make_model(), {}, {"step": step, "identity": {}}, keep=3)
+    (tmp_path / "step-00000100" / checkpoints.INDEX).unlink()
+    checkpoints.save(tmp_path, make_model(), {}, {"step": 60, "identity": {}}, keep=2)
+    assert [path.name for path in checkpoints.candidates(tmp_path)] == ["step-00000060", "step-00000050"]
+
+
 def test_damaged_checkpoints_are_passed_over(tmp_path, caplog):
     train(make_model(), batch, mse, arguments(tmp_path, checkpoints_kept=3))
     folder = tmp_path / "checkpoints"
