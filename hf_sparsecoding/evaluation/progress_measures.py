@@ -58,7 +58,8 @@ def progress_measures(
 class InContextEvaluation:
     """Metrics of a model on `items` sequences of every test split: call it with the model, while it trains or after.
 
-    iw, ic, ic2: accuracies; the progress measures are those on the sequences of "ic".
+    iw, ic, ic2: accuracies. iw_unseen: that of "iw" where the context lacks the target's class, so that only memory
+    knows it (missing where every context has it). The progress measures are those on the sequences of "ic".
     """
 
     def __init__(self, task: InContextClassification, items: int, seed: int):
@@ -70,20 +71,24 @@ class InContextEvaluation:
     @torch.no_grad()
     def __call__(self, model: torch.nn.Module) -> dict[str, float]:
         model.eval()
-        metrics: dict[str, float] = {}
+        sums: dict[str, list[float]] = {}  # of a metric over sequences, and their number
         for name, examples in self.examples.items():
-            total = len(examples["labels"])
-            for start in range(0, total, BATCH):
+            for start in range(0, len(examples["labels"]), BATCH):
                 batch = {k: v[start : start + BATCH].to(model.device) for k, v in examples.items()}
                 output = model(batch["inputs"], output_attentions=name == "ic", return_dict=True)
                 right = output.logits.argmax(-1) == batch["labels"]
-                measured = {name: right.float().mean().item()}
+                measured = {name: (right.float().mean().item(), len(right))}
+                if name == "iw" and not batch["shown"].all():
+                    unseen = right[~batch["shown"]]
+                    measured["iw_unseen"] = (unseen.float().mean().item(), len(unseen))
                 if name == "ic":
                     answers = batch["labels"], batch["context_labels"]
-                    measured |= progress_measures(output.attentions, output.logits, *answers)
-                for metric, value in measured.items():
-                    metrics[metric] = metrics.get(metric, 0.0) + value * len(right) / total
-        return metrics
+                    measures = progress_measures(output.attentions, output.logits, *answers)
+                    measured |= {metric: (value, len(right)) for metric, value in measures.items()}
+                for metric, (value, count) in measured.items():
+                    total = sums.setdefault(metric, [0.0, 0])
+                    sums[metric] = [total[0] + value * count, total[1] + count]
+        return {metric: total / count for metric, (total, count) in sums.items()}
 
 
 class Snapshot(NamedTuple):

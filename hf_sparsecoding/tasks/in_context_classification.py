@@ -17,7 +17,12 @@ from .streams import CHUNK, numbered, sharded
 
 SPLITS = ("train", "iw", "ic", "ic2")
 COLUMNS = Features(
-    {"inputs": List(List(Value("float32"))), "labels": Value("int64"), "context_labels": List(Value("int64"))}
+    {
+        "inputs": List(List(Value("float32"))),
+        "labels": Value("int64"),
+        "context_labels": List(Value("int64")),
+        "shown": Value("bool"),
+    }
 )
 
 
@@ -55,7 +60,8 @@ class InContextClassification:
     | ic    | novel                                                                           | in-context reading |
     | ic2   | bursty, all labels moved to the next one, in the context and in the answer      | in-context reading |
 
-    In "bursty" and "novel" prompts every label of the context occurs B times, so that counting them tells nothing.
+    In "bursty" and "novel" prompts every label of the context occurs B times, so that counting them tells nothing. In
+    an "other" prompt the context may have the target's class by chance, often so where few classes are frequent.
 
     A novel prompt, with its classes as letters:
 
@@ -187,12 +193,13 @@ class InContextClassification:
 
     def examples(self, start: int, count: int, split: str, seed: int) -> dict[str, np.ndarray]:
         """What models take: `inputs` [count, T, P + D] and the answers, `labels` [count]; for what is measured on
-        them also `context_labels` [count, N]."""
+        them also `context_labels` [count, N] and `shown` [count], whether the context has the target's class."""
         sequences = self.generate(count, split, seed, start)
         return {
             "inputs": sequences.inputs,
             "labels": sequences.labels[:, -1],
             "context_labels": sequences.labels[:, :-1],
+            "shown": (sequences.classes[:, :-1] == sequences.classes[:, -1:]).any(axis=1),
         }
 
     def dataset(self, n: int, split: str, seed: int) -> Dataset:

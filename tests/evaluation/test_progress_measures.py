@@ -58,13 +58,16 @@ class Induction(torch.nn.Module):
 
 @pytest.mark.parametrize("batch", [512, 30])
 def test_an_ideal_induction_head(monkeypatch, batch):
-    """It reads any context, and knows no class by heart."""
+    """It reads any context, and knows no class by heart: among what it is not shown it is right by chance."""
     monkeypatch.setattr(module, "BATCH", batch)
     metrics = InContextEvaluation(TASK, items=400, seed=3)(Induction())
-    assert set(metrics) == {"iw", "ic", "ic2", "ila1", "tila2", "tla2", "cla"}
+    assert set(metrics) == {"iw", "iw_unseen", "ic", "ic2", "ila1", "tila2", "tla2", "cla"}
     assert metrics["ic"] > 0.98
     assert metrics["ic2"] > 0.98
     assert metrics["iw"] < 0.6
+    shown = TASK.examples(0, 400, "iw", 3)["shown"]
+    assert metrics["iw_unseen"] < 0.3
+    assert metrics["iw"] == pytest.approx(shown.mean() + (1 - shown.mean()) * metrics["iw_unseen"], abs=0.02)
     assert (metrics["ila1"], metrics["tla2"]) == pytest.approx((1, 1))
     assert metrics["tila2"] == pytest.approx(metrics["ic"], abs=1e-6)
     assert metrics["cla"] == pytest.approx(1, abs=1e-6)

@@ -159,7 +159,7 @@ def test_results_and_model(tmp_path):
         "settings"
     ].items()
     assert [(entry["step"], entry["samples"]) for entry in run["history"]] == [(2, 256), (4, 512)]
-    names = {"iw", "ic", "ic2", "ila1", "tila2", "tla2", "cla", "loss"}
+    names = {"iw", "iw_unseen", "ic", "ic2", "ila1", "tila2", "tla2", "cla", "loss"}
     assert run["metrics"].keys() == names | {"step_seconds"}
     assert all(names < entry.keys() for entry in run["history"])
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path)

@@ -106,6 +106,8 @@ def test_labels_of_ic2_are_shifted_in_the_context_and_the_answer():
     assert (sequences.labels == (sequences.classes + 1) % 6).all()
     np.testing.assert_array_equal(examples["labels"], sequences.labels[:, -1])
     np.testing.assert_array_equal(examples["context_labels"], sequences.labels[:, :-1])
+    expected = [row[-1] in row[:-1] for row in sequences.classes.tolist()]
+    assert examples["shown"].tolist() == expected
     means, label_vectors = class_vectors(12, 6, 8, 3)
     items, labels = content(task, examples["inputs"])
     np.testing.assert_allclose(items, means[sequences.classes], rtol=1e-6)
@@ -192,7 +194,7 @@ def test_data_sets():
     task = small()
     rows = task.dataset(5, "ic", seed=0)
     examples = task.examples(0, 5, "ic", seed=0)
-    assert rows.column_names == ["inputs", "labels", "context_labels"]
+    assert rows.column_names == ["inputs", "labels", "context_labels", "shown"]
     for name, array in examples.items():
         np.testing.assert_array_equal(np.array(rows[name], dtype=array.dtype), array)
 
