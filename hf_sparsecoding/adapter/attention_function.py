@@ -12,6 +12,7 @@ import sys
 
 import torch
 from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -78,8 +79,10 @@ def thresholded_attention(
     explicit: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs [B, T, H, D] and, if `explicit`, the coefficients [B, H, T, S] that others do not compute as a whole."""
-    if torch.is_autocast_enabled(query.device.type):  # as for other attention functions: rotary embeddings are float32
-        query, key, value = (t.to(torch.get_autocast_dtype(query.device.type)) for t in (query, key, value))
+    device = query.device.type
+    if is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # as autocast does for other attention functions; rotary embeddings have left queries and keys in float32
+        query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
     dropout = dropout if module.training else 0.0
     length, causal = query.shape[2], False
     if attention_mask is None and length > 1 and is_causal:
