@@ -5,13 +5,14 @@ Numbers are collected first (`samples_curves`, `sparsity_curves`) and drawn from
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from .intervals import mean_and_spread
-from .plots import AFTER, new_figure, save_figure
+from .plots import AFTER, legend_columns, new_figure, save_figure
 from .results import load
 
 
@@ -161,8 +162,8 @@ def unknown_metric(runs: Sequence[dict], metric: str) -> str:
 
 def samples_picture(curves: Sequence[Curve], metric: str, path: str | Path) -> Path:
     """Lines with a band of one standard deviation over seeds, on a logarithmic axis of training samples."""
-    rows = (len(curves) + 1) // 2
-    figure, axes = new_figure(6.4, 4.2 + 0.2 * rows, 1)
+    columns = legend_columns([curve.label for curve in curves])
+    figure, axes = new_figure(6.4, 4.2 + 0.2 * math.ceil(len(curves) / columns), 1)
     axis = axes[0][0]
     for number, curve in enumerate(curves):
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
@@ -174,7 +175,7 @@ def samples_picture(curves: Sequence[Curve], metric: str, path: str | Path) -> P
     finish(axis, metric)
     if any(point.spread is not None for curve in curves for point in curve.line + curve.markers):
         axis.set_title("mean ± standard deviation over seeds", fontsize="medium")
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
     return save_figure(figure, path)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from .curves import COLOURS, MARKERS, Point, draw_line, finish, over_seeds
-from .plots import new_figure, save_figure
+from .plots import legend_columns, new_figure, save_figure
 
 
 SHADE = "#dde5ec"
@@ -44,14 +45,15 @@ def length_picture(runs: Sequence[dict], metric: str, path: str | Path) -> Path:
         raise ValueError(
             f"one picture needs runs with the same train_lengths, got {sorted(ranges)}; choose by --method"
         )
-    figure, axes = new_figure(6.4, 4.2 + 0.2 * ((len(curves) + 1) // 2), 1)
+    seeds = {method: max(point.seeds for point in points) for method, points in curves.items()}
+    labels = [f"{method} ({count} seeds)" if count > 1 else method for method, count in seeds.items()]
+    columns = legend_columns(labels)
+    figure, axes = new_figure(6.4, 4.2 + 0.2 * math.ceil((len(curves) + 1) / columns), 1)
     axis, (shortest, longest) = axes[0][0], ranges.pop()
     axis.axvspan(min(shortest, longest - 0.5), longest, color=SHADE, label="lengths of training")
-    for number, (method, points) in enumerate(curves.items()):
-        seeds = max(point.seeds for point in points)
-        label = f"{method} ({seeds} seeds)" if seeds > 1 else method
+    for number, (points, label) in enumerate(zip(curves.values(), labels, strict=True)):
         draw_line(axis, points, COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)], label)
     axis.set(xlabel="length", ylabel=metric.replace("_", " "))
     finish(axis, "accuracy" if metric.endswith("match") else metric)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
     return save_figure(figure, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from .intervals import wilson
 
 LAMBDA, TARGET = "sparsecoding_lambda", "sparsecoding_target"
 BEFORE, AFTER = "#9aa5b1", "#2a6f97"
+WIDEST_OF_TWO = 44  # letters of a label of which two stand side by side below a picture of 6.4 inches
 
 
 def require_matplotlib() -> None:
@@ -137,3 +138,8 @@ def learned_lambda(adapter: str | Path, path: str | Path) -> Path | None:
     axes[0][0].set_ylabel("layer")
     figure.colorbar(image, ax=axes[0].tolist(), label="lambda")
     return save_figure(figure, path)
+
+
+def legend_columns(labels: Sequence[str]) -> int:
+    """Two where they fit below a picture of 6.4 inches, else one."""
+    return 2 if max(map(len, labels)) <= WIDEST_OF_TWO else 1

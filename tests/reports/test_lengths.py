@@ -1,6 +1,7 @@
 import pytest
 from PIL import Image
 
+from hf_sparsecoding.reports import lengths as module
 from hf_sparsecoding.reports.lengths import length_curves, length_picture
 
 
@@ -30,6 +31,18 @@ def test_picture(tmp_path):
     first = path.read_bytes()
     assert length_picture(RUNS, "exact_match", path).read_bytes() == first
     assert length_picture(RUNS[:2], "exact_match", path).read_bytes() != first
+
+
+@pytest.mark.parametrize("method", ["short", "pattern_matching, sparse coding with a long name of forty-four"])
+def test_the_legend_is_inside(tmp_path, monkeypatch, method):
+    figures = []
+    monkeypatch.setattr(module, "save_figure", lambda figure, path: figures.append(figure))
+    runs = [run(f"{method} {number}", seed, exact_match_6=0.5) for number in range(5) for seed in (0, 1)]
+    length_picture(runs, "exact_match", tmp_path / "a.png")
+    figures[0].canvas.draw()
+    box = figures[0].legends[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figures[0].bbox.width
 
 
 def test_what_is_refused(tmp_path):
