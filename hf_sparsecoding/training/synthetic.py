@@ -194,11 +194,8 @@ def evaluate(
     model.eval()
     metrics: dict[str, float] = {}
     for split in splits or kind.splits:
-        starts = range(0, items, batch_size)
-        mine = list(starts)[accelerator.process_index :: accelerator.num_processes]
         measured = []
-        for start in mine:
-            count = min(batch_size, items - start)
+        for start, count in own_batches(accelerator, items, batch_size):
             batch = tensors(task.examples(start, count, split, seed))
             batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
             logits = model(batch["inputs"]).logits.float()
@@ -216,6 +213,12 @@ def evaluate(
     if model.config.mixer == "sparse_coding":
         metrics.update(zero_shares(model, task, accelerator, min(items, ZERO_SHARE_ITEMS), batch_size, seed))
     return metrics
+
+
+def own_batches(accelerator: Accelerator, items: int, batch_size: int) -> list[tuple[int, int]]:
+    """(first problem, number of problems) of the batches that this process evaluates."""
+    starts = range(0, items, batch_size)[accelerator.process_index :: accelerator.num_processes]
+    return [(start, min(batch_size, items - start)) for start in starts]
 
 
 def measure(kind: SyntheticTask, logits: Tensor, labels: Tensor) -> dict[str, float]:
@@ -245,8 +248,8 @@ def zero_shares(
     """Share of zeros in the contexts' rows on problems of "test", counted by all processes together."""
     rows = model.config.sequence_length - model.config.context_length
     counts = []  # of zeros, then of coefficients, by layer
-    for start in list(range(0, items, batch_size))[accelerator.process_index :: accelerator.num_processes]:
-        batch = tensors(task.examples(start, min(batch_size, items - start), "test", seed))
+    for start, count in own_batches(accelerator, items, batch_size):
+        batch = tensors(task.examples(start, count, "test", seed))
         attentions = model(batch["inputs"].to(accelerator.device), output_attentions=True).attentions
         kept = [alpha[:, :, :rows] for alpha in attentions]
         counts.append([[int((alpha == 0).sum()) for alpha in kept], [alpha.numel() for alpha in kept]])
