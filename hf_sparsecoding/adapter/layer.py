@@ -107,9 +107,17 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         device, dtype = super()._get_base_layer_device_and_dtype(projection)
         hook = getattr(projection, "_hf_hook", None)
         # so few and small numbers are not rounded to half precision, in which an optimizer's steps would vanish
-        dtype = None if dtype in (torch.bfloat16, torch.float16) else dtype
+        dtype = torch.float64 if dtype == torch.float64 else None
         # an offloaded weight lies on "meta"; the numbers belong where it is run
         return getattr(hook, "execution_device", None) or device, dtype
+
+    def cast_to_base_layer(self, adapter_name: str) -> None:
+        """Give the adapter's numbers the base layer's floating-point type, instead of at least float32."""
+        _, dtype = super()._get_base_layer_device_and_dtype(output_projection(self.base_layer))
+        if dtype is not None and dtype.is_floating_point:
+            for attribute in self.adapter_layer_names:
+                if adapter_name in getattr(self, attribute):
+                    getattr(self, attribute)[adapter_name].to(dtype)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Nothing: another PEFT method in the model is being merged. SparseCodingModel refuses its own merging."""

@@ -84,6 +84,13 @@ class SparseCodingModel(BaseTuner):
             new_module.requires_grad_(False)
         setattr(parent, target_name, new_module)
 
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
+        if not autocast_adapter_dtype:
+            for module in self.modules():
+                if isinstance(module, SparseCodingAttention):
+                    module.cast_to_base_layer(adapter_name)
+
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
         if merge:
             self._check_merge_allowed()

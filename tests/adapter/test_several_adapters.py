@@ -84,6 +84,22 @@ def test_numbers_of_a_model_in_half_precision_stay_in_float32(ids):
         assert made(ids).logits.dtype == torch.bfloat16
 
 
+def test_numbers_take_the_type_of_the_model_where_that_is_asked_for(ids, tmp_path):
+    config = SparseCodingConfig(init_weights=False, **MIXED["thresholds"])
+    model = get_peft_model(tiny_model().to(torch.bfloat16), config, autocast_adapter_dtype=False)
+    model.add_adapter("added", config, autocast_adapter_dtype=False)
+    model.save_pretrained(tmp_path, selected_adapters=["default"])
+    model.load_adapter(tmp_path, "loaded", autocast_adapter_dtype=False)
+    model.load_adapter(tmp_path, "upcast")
+    dtypes = {
+        name: {value.dtype for key, value in model.named_parameters() if "sparsecoding_" in key and f".{name}." in key}
+        for name in ("default", "added", "loaded", "upcast")
+    }
+    half = {torch.bfloat16}
+    assert dtypes == {"default": half, "added": half, "loaded": half, "upcast": {torch.float32}}
+    assert model(ids).logits.dtype == torch.bfloat16
+
+
 def test_through_transformers(ids):
     model = tiny_model()
     base = model(ids).logits
