@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops.attention import allowed_keys, decode, eager_coefficients, sparse_attention
+from .contexts import allowed_by
 
 
 THRESHOLD_KEY = "sparsecoding_threshold"
@@ -88,7 +89,7 @@ def thresholded_attention(
     if attention_mask is None and length > 1 and is_causal:
         # transformers leaves the mask out where it is plainly causal; a static cache has further, empty keys behind
         key, value, causal = key[:, :, :length], value[:, :, :length], True
-    mask = None if attention_mask is None else _boolean(attention_mask[..., : key.shape[2]])
+    mask = None if attention_mask is None else _boolean(attention_mask[..., : key.shape[2]], module)
     if not explicit:
         outputs = sparse_attention(
             query,
@@ -109,8 +110,19 @@ def thresholded_attention(
     return outputs.transpose(1, 2).contiguous(), alpha
 
 
-def _boolean(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask >= 0
+def _boolean(mask: Tensor, module: nn.Module) -> Tensor:
+    allowed = allowed_by(mask)
+    if mask.dtype != torch.bool:
+        plain = ((mask == 0) | ~allowed).all()
+        message = (
+            f"{type(module).__name__} was given an attention mask with biases, which thresholded coefficients do not "
+            'know; use coefficients="base", or a mask of 0 and -inf'
+        )
+        if torch.compiler.is_compiling():
+            torch._assert_async(plain, message)
+        elif not plain:
+            raise ValueError(message)
+    return allowed
 
 
 def _sparse_coding(original: str):

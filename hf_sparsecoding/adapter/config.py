@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
-from huggingface_hub import file_exists
+from huggingface_hub import file_exists, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
@@ -50,7 +51,7 @@ class SparseCodingConfig(PeftConfig):
         threshold (`float`): initial xi >= 0, per head.
         train_threshold (`bool`): train xi; needs coefficients other than "base".
         target_modules (`list[str] | str`, *optional*): names (or a regex) of the *attention modules* to adapt.
-            Default: those of the model's architecture, "self_attn" for the Llama family.
+            Default: "self_attn", the name in the Llama family and its relatives.
         exclude_modules (`list[str] | str`, *optional*): names (or a regex) of modules to leave out.
         layers_to_transform (`list[int] | int`, *optional*): indices of the layers to adapt. Default: all.
         layers_pattern (`list[str] | str`, *optional*): name of the layer list, if it is not a common one.
@@ -104,7 +105,7 @@ class SparseCodingConfig(PeftConfig):
             self.num_contexts = 3
         minimum = 0 if self.target_coefficient else 1
         cure = "" if self.target_coefficient else " (0 only with target_coefficient=True)"
-        _check_int("num_contexts", self.num_contexts, minimum, cure)
+        self.num_contexts = _check_int("num_contexts", self.num_contexts, minimum, cure)
         if self.contexts == "lags":
             self.lags = self.lags if self.lags is not None else list(range(1, self.num_contexts + 1))
         if self.segment_token_ids is not None:
@@ -134,7 +135,7 @@ class SparseCodingConfig(PeftConfig):
         if self.target_modules == "all-linear":
             raise ValueError(
                 'target_modules="all-linear" is not possible: SparseCoding adapts attention modules such as '
-                '"self_attn", not linear layers. Leave target_modules out to take the architecture\'s default.'
+                '"self_attn", not linear layers. Leave target_modules out to take "self_attn".'
             )
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
@@ -159,8 +160,9 @@ class SparseCodingConfig(PeftConfig):
         if local:
             check_weights(folder)
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
-        if not local and not HF_HUB_OFFLINE:
-            check_hub_weights(pretrained_model_name_or_path, subfolder, kwargs)
+        if not local:
+            check = check_cached_weights if HF_HUB_OFFLINE else check_hub_weights
+            check(pretrained_model_name_or_path, subfolder, kwargs)
         return config
 
 
@@ -191,6 +193,17 @@ def check_hub_weights(repo_id: str, subfolder: str | None, kwargs: dict[str, Any
         raise ValueError(PICKLE_REFUSED.format(f"{repo_id}/{prefix}{WEIGHTS_NAME}"))
 
 
+def check_cached_weights(repo_id: str, subfolder: str | None, kwargs: dict[str, Any]) -> None:
+    """As `check_weights`, for a repository of the Hub in the cache."""
+    found = {name: kwargs[name] for name in ("revision", "cache_dir") if kwargs.get(name) is not None}
+    prefix = f"{subfolder}/" if subfolder else ""
+    for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME):
+        path = try_to_load_from_cache(repo_id, prefix + name, **found)
+        if isinstance(path, str):
+            check_weights(os.path.dirname(path))
+            return
+
+
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
@@ -203,6 +216,7 @@ def _check_ints(name: str, values: Any, minimum: int) -> list[int]:
 
 
 def _check_int(name: str, value: Any, minimum: int, cure: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    whole = isinstance(value, Integral) and not isinstance(value, bool)  # Integral: NumPy's integers too
+    if not whole or value < minimum:
         raise ValueError(f"{name} must be >= {minimum} and whole{cure}, got {value!r}")
-    return value
+    return int(value)

@@ -15,14 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .cache import past_segments
 from .config import SparseCodingConfig
 
 
 CONTEXTS_KEY = "sparsecoding_contexts"
+
+# exp(-5,000) is zero in every floating-point type; biases by distance do not come near
+LOWEST_BIAS = -5_000.0
 
 
 @dataclass(frozen=True)
@@ -118,21 +122,33 @@ def document_age(
 ) -> Int[Tensor, "b T"] | None:
     """Number of tokens of the same document before each of the `length` new tokens; negative for padding.
 
-    None where it is simply 0..length-1. A 4D mask is read only without position ids: generation prepares such masks,
-    and its position ids count the tokens after the padding.
+    None where it is simply 0..length-1. Of a 4D mask beside position ids only the documents of a whole text are read:
+    generation prepares such masks for its caches, and its position ids count the tokens after the padding. Position
+    ids [4, b, T] are multimodal, with those of the text first.
     """
     ages = []
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         ages.append(_of_new_tokens(_age_of_mask(attention_mask.to(device)), length, past))
+    whole = isinstance(past, int) and past == 0
+    mask_4d = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
+    if position_ids is not None and position_ids.ndim == 3 and len(position_ids) == 4:
+        position_ids = position_ids[0]
     if position_ids is not None and position_ids.ndim == 2:
         ages.append(_age_of_positions(position_ids.to(device), past))
-    elif isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+        if mask_4d and whole:
+            ages.append(_age_of_breaks(attention_mask.to(device)))
+    elif mask_4d:
         ages.append(_age_of_4d_mask(attention_mask.to(device), past))
     if not ages:
-        if isinstance(past, int) and past == 0:
+        if whole:
             return None
         ages.append((torch.arange(length, device=device) + past)[None])
     return ages[0] if len(ages) == 1 else torch.minimum(ages[0], ages[1])
+
+
+def allowed_by(mask: Tensor) -> Bool[Tensor, ...]:
+    """Boolean masks are True where a key may be used. Float masks are added to scores: so low, no weight remains."""
+    return mask if mask.dtype == torch.bool else mask > LOWEST_BIAS
 
 
 def _age_of_mask(mask: Int[Tensor, "b S"]) -> Int[Tensor, "b S"]:
@@ -150,10 +166,18 @@ def _of_new_tokens(age: Int[Tensor, "b S"], length: int, past: int | Tensor) -> 
 
 
 def _age_of_4d_mask(mask: Tensor, past: int | Tensor) -> Int[Tensor, "b T"]:
-    """Distance from the first key that a token may attend to; float masks hold 0 where it may."""
-    allowed = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0]  # [b, T, S]
+    """Distance from the first key that a token may attend to."""
+    allowed = allowed_by(mask)[:, 0]  # [b, T, S]
     own = torch.arange(mask.shape[-2], device=mask.device) + past
     return own - allowed.int().argmax(-1)
+
+
+def _age_of_breaks(mask: Tensor) -> Int[Tensor, "b T"]:
+    """A document starts at a token that may not attend to the token before."""
+    index = torch.arange(mask.shape[-2], device=mask.device)
+    before = allowed_by(mask)[:, 0].diagonal(-1, -2, -1)[:, : len(index) - 1]  # [b, T - 1]
+    begin = torch.where(functional.pad(before, (1, 0)), 0, index).cummax(-1).values
+    return index - begin
 
 
 def _age_of_positions(positions: Int[Tensor, "b T"], past: int | Tensor) -> Int[Tensor, "b T"]:

@@ -25,6 +25,9 @@ OUTPUT_PROJECTIONS = ("o_proj", "dense", "out_proj")
 GATES = ("gate_proj", "g_proj", "gate", "q_gate_proj")
 NORMS = ("attn_sub_norm", "sub_norm", "o_norm", "groupnorm", "inner_attn_ln")
 
+# floating-point types other than those for storage alone
+COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 # standard deviation of the numbers with init_weights=False
 NON_IDENTITY_STD = 0.5
 
@@ -37,7 +40,7 @@ class LearnedCoefficients(nn.Module):
         self.weight = nn.Parameter(torch.full(shape, value))
 
     def forward(self) -> Tensor:
-        return self.weight
+        return self.weight.clone()  # FSDP, which shards every trainable leaf by itself, frees what the call borrowed
 
 
 class LearnedThreshold(LearnedCoefficients):
@@ -112,9 +115,9 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         return getattr(hook, "execution_device", None) or device, dtype
 
     def cast_to_base_layer(self, adapter_name: str) -> None:
-        """Give the adapter's numbers the base layer's floating-point type, instead of at least float32."""
+        """Give the adapter's numbers the base layer's type where one can compute in it, instead of float32."""
         _, dtype = super()._get_base_layer_device_and_dtype(output_projection(self.base_layer))
-        if dtype is not None and dtype.is_floating_point:
+        if dtype in COMPUTED:
             for attribute in self.adapter_layer_names:
                 if adapter_name in getattr(self, attribute):
                     getattr(self, attribute)[adapter_name].to(dtype)
@@ -333,7 +336,10 @@ def check_attention(module: nn.Module) -> int:
         )
     heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
     if heads is None or not hasattr(module, "layer_idx"):
-        raise ValueError(f"{kind} cannot be adapted: it has no config.num_attention_heads and layer_idx")
+        raise ValueError(
+            f"{kind} cannot be adapted: it has no config.num_attention_heads and layer_idx. If it is not part of the "
+            "language model, leave it out with exclude_modules, a regex such as '.*vision.*'"
+        )
     if getattr(module, "is_kv_shared_layer", False):
         raise ValueError(
             f"{kind} {module.layer_idx} shares another layer's keys and values and cannot be adapted; leave it out "

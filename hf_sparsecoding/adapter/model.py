@@ -178,12 +178,6 @@ class SparseCodingModel(BaseTuner):
         return remapped
 
 
-def _check_range(name: str, values: list[int], size: int | None, what: str) -> None:
-    for value in values:
-        if size is not None and not 0 <= value < size:
-            raise ValueError(f"{name} has {value}, but the model's {size} {what} are 0 to {size - 1}")
-
-
 def _pass_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]) -> tuple[tuple, dict]:
     batch = len(args[0] if args else kwargs["hidden_states"])
     copies, rest = divmod(batch, len(adapter_names))  # generation puts a row's beams side by side

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from transformers import DynamicCache, QuantizedCache, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, Fp8QuantizedLayer
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from hf_sparsecoding import SparseCodingConfig
@@ -205,11 +205,20 @@ def test_windows_in_every_layer():
         filled(model, ids, StaticCache(config=model.config, max_cache_len=20))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_cache(kind, monkeypatch):
+    # with a type that loses nothing the outputs must be those of the full forward
+    monkeypatch.setattr(Fp8QuantizedLayer, "fp8_dtype", torch.float32)
+    model = adapted(tiny_model(), **KINDS[kind])
+    ids = tokens(2, 9)
+    assert_continues(model, filled(model, ids, QuantizedCache("fp8", model.config)), ids)
+
+
 @pytest.mark.skipif(
-    not (is_optimum_quanto_available() or is_hqq_available()), reason="no backend for quantized caches"
+    not (is_optimum_quanto_available() or is_hqq_available()), reason="no backend for caches quantized in groups"
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_cache(kind):
+def test_cache_quantized_in_groups(kind):
     backend = "quanto" if is_optimum_quanto_available() else "hqq"
     model = adapted(tiny_model(), **KINDS[kind])
     ids = tokens(2, 9)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from peft import PeftConfig
 
@@ -46,6 +47,12 @@ def test_threshold_needs_coefficients_that_use_it(fields, shown):
 @pytest.mark.parametrize("lag", [0, -2, 1.0, "1", True])
 def test_lags_are_positive_whole_numbers(lag):
     refused(f"lags must be >= 1 and whole, got {lag!r}", lags=[4, lag])
+
+
+def test_numbers_of_numpy_are_whole_numbers(tmp_path):
+    config = SparseCodingConfig(lags=list(np.arange(1, 4)), num_contexts=np.int64(3))
+    config.save_pretrained(tmp_path)
+    assert SparseCodingConfig.from_pretrained(tmp_path).lags == [1, 2, 3]
 
 
 def test_lags_are_a_list_of_distinct_numbers_as_many_as_contexts():

@@ -171,6 +171,31 @@ def test_age_of_packed_documents():
     assert age(1, past=20, positions=torch.tensor([[3], [20]])) == [[3], [20]]
 
 
+def test_age_by_a_mask_with_biases():
+    causal = torch.full((5, 5), -torch.inf).triu(1)
+    causal[2:, :2] = torch.finfo(torch.float32).min  # a document starts at 2
+    slopes = torch.tensor([0.5, 0.0]).view(2, 1, 1, 1)
+    biases = -slopes * (torch.arange(5)[:, None] - torch.arange(5)).clamp(min=0)
+    assert age(5, mask=causal + biases) == [[0, 1, 0, 1, 2]] * 2
+
+
+def test_age_by_positions_and_a_4d_mask():
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril()
+    allowed[2:, :2] = False
+    mask = allowed[None, None]
+    counted = torch.arange(5)[None]
+    assert age(5, mask=mask, positions=counted) == [[0, 1, 0, 1, 2]]
+    assert age(5, mask=mask, positions=torch.tensor([[0, 1, 2, 0, 1]])) == [[0, 1, 0, 0, 1]]
+    # a window is no document: contexts beyond it are the cache's to keep
+    window = torch.ones(5, 5, dtype=torch.bool).tril().triu(-1)[None, None]
+    assert age(5, mask=window, positions=counted) == [[0, 1, 2, 3, 4]]
+
+
+def test_age_by_multimodal_positions():
+    text = torch.tensor([[0, 1, 0, 1, 2]])
+    assert age(5, positions=torch.stack([text, *torch.zeros(3, 1, 5, dtype=torch.long)])) == [[0, 1, 0, 1, 2]]
+
+
 def random_documents(generator: torch.Generator, batch: int, length: int):
     """Documents one after another: the number of each token's own, -1 for left padding; and mask and positions."""
     owner = torch.rand(batch, length, generator=generator).lt(0.2).long().cumsum(-1)

@@ -83,16 +83,18 @@ def test_adapter_names_that_do_not_fit_the_batch():
         model(inputs_embeds=embeddings, adapter_names=["default", "__base__"])
 
 
-def test_documents_packed_by_a_4d_mask_stay_apart():
+@pytest.mark.parametrize("positions", [None, torch.arange(9)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])])
+def test_documents_packed_by_a_4d_mask_stay_apart(positions):
     model = adapted(tiny_model())
     ids = torch.randint(3, 32, (1, 9))
     allowed = torch.zeros(9, 9, dtype=torch.bool)
     allowed[:4, :4] = allowed[4:, 4:] = True
     mask = allowed.tril()[None, None]
-    expected = model(ids, attention_mask=mask, use_cache=False).logits[:, 4:]
+    arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+    expected = model(ids, **arguments).logits[:, 4:]
     other = ids.clone()
     other[:, :4] = 1 + (ids[:, :4] + 1) % 30
-    assert torch.equal(model(other, attention_mask=mask, use_cache=False).logits[:, 4:], expected)
+    assert torch.equal(model(other, **arguments).logits[:, 4:], expected)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,25 @@
 """What cannot be adapted, loaded or called says so before anything runs, with the value and the cure."""
 
 import pickle
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from peft.utils.error import NoMatchingPeftModuleError
 from safetensors import SafetensorError
-from transformers import T5Config, T5ForConditionalGeneration
+from safetensors.torch import load_file
+from transformers import (
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tests.tiny_models import adapted, tiny_model, tokens
 
@@ -39,6 +51,31 @@ def test_replacing_the_attention_under_a_threshold():
         model(ids)
     model.set_attn_implementation("sparse_coding")
     assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_thresholds_do_not_know_biases_in_the_mask(implementation):
+    causal = torch.full((1, 1, 6, 6), -torch.inf).triu(1)
+    model = adapted(tiny_model(attn_implementation=implementation), coefficients="soft_threshold", threshold=0.1)
+    ids = tokens(1, 6)
+    torch.testing.assert_close(model(ids, attention_mask=causal).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="LlamaAttention was given an attention mask with biases"):
+        model(ids, attention_mask=causal - 0.1 * torch.ones(6, 6).tril(-1))
+
+
+def test_what_is_not_part_of_the_language_model():
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(
+            text_config=tiny_model().config,
+            vision_config=CLIPVisionConfig(
+                hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=28
+            ),
+            image_token_index=60,
+        )
+    )
+    with pytest.raises(ValueError, match="CLIPAttention cannot be adapted.*leave it out with exclude_modules"):
+        adapted(model)
+    adapted(model, exclude_modules=".*vision.*")
 
 
 def test_segments_must_be_given():
@@ -131,6 +168,33 @@ def test_pickled_weights_are_refused_and_never_run(saved, tmp_path, loader):
         with pytest.raises(ValueError, match=r"adapter_model\.bin is a pickle.*safe_serialization=True"):
             LOADERS[loader](saved)
     assert not trace.exists()
+
+
+OFFLINE = """
+import os
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_CACHE={cache!r})
+from peft import PeftModel
+from tests.tiny_models import tiny_model
+PeftModel.from_pretrained(tiny_model(), "me/adapter")
+"""
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_pickle_of_the_hub_in_the_cache_is_refused_offline(saved, tmp_path, pickled):
+    repository = tmp_path / "models--me--adapter"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    snapshot = shutil.copytree(saved, repository / "snapshots" / "abc")
+    if pickled:
+        state = load_file(snapshot / "adapter_model.safetensors")
+        (snapshot / "adapter_model.safetensors").unlink()
+        torch.save(state, snapshot / "adapter_model.bin")
+    command = [sys.executable, "-c", OFFLINE.format(cache=str(tmp_path))]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    if pickled:
+        assert re.search(r"ValueError: .*adapter_model\.bin is a pickle", process.stderr)
+    else:
+        assert process.returncode == 0, process.stderr
 
 
 def test_a_pickle_beside_the_weights_is_ignored(saved, tmp_path):

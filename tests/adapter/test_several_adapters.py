@@ -100,6 +100,14 @@ def test_numbers_take_the_type_of_the_model_where_that_is_asked_for(ids, tmp_pat
     assert model(ids).logits.dtype == torch.bfloat16
 
 
+def test_numbers_are_not_put_into_a_type_for_storage():
+    model = tiny_model().to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.requires_grad_(False).to(torch.float8_e4m3fn)
+    model = get_peft_model(model, SparseCodingConfig(), autocast_adapter_dtype=False)
+    assert {value.dtype for value in model.parameters() if value.requires_grad} == {torch.float32}
+
+
 def test_through_transformers(ids):
     model = tiny_model()
     base = model(ids).logits
