@@ -21,6 +21,7 @@ from torch.amp.autocast_mode import is_autocast_available
 
 from . import coefficients as sigma
 from .attention_cpu import TILE, attention_cpu
+from .precision import wide_dtype
 
 
 KINDS = ("soft_threshold", "thresholded_softmax")
@@ -69,7 +70,8 @@ def sparse_attention(
 
     Raises:
         ImportError: `backend="triton"` without Triton.
-        ValueError: shapes that do not fit, a negative threshold, or something that the forced backend cannot do.
+        ValueError: shapes that do not fit, a negative number as the threshold (a tensor's values are not read), or
+            something that the forced backend cannot do.
     """
     batch, heads, queries, _ = query.shape
     _check(query, key, value, coefficients, threshold, mask, causal, window, dropout, backend)
@@ -135,10 +137,6 @@ def _without_autocast(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if is_autocast_available(device_type) else nullcontext()
 
 
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def decode(alpha: Float[Tensor, "B H T S"], value: Float[Tensor, "B G S E"]) -> Float[Tensor, "B H T E"]:
     """`alpha psi`; the heads of a group share their values."""
     grouped = alpha.unflatten(1, (value.shape[1], -1)).flatten(2, 3) @ value
@@ -202,7 +200,7 @@ def _check(query, key, value, coefficients, threshold, mask, causal, window, dro
         raise ValueError(f'backend="cpu" needs tensors on the CPU, got {query.device}')
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"{query.shape[1]} heads do not share {key.shape[1]} key-value heads evenly")
-    if not isinstance(threshold, Tensor) and threshold < 0:
+    if not isinstance(threshold, Tensor) and not threshold >= 0:  # nan neither
         raise ValueError(f"threshold must be at least 0, got {threshold}")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask must be boolean (True: may be used), got {mask.dtype}")

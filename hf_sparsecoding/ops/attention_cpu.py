@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .precision import wide_dtype
+
 
 TILE = 128  # queries in a block, and keys in a tile of it
 # A search for empty tiles is a pass over the scores. It takes place among so many tiles and more; where it finds most
@@ -193,7 +195,7 @@ class _Blocks:
         self.mask = None if mask is None else mask.expand(self.batch, self.num_heads, self.queries, self.keys)
         self.forbidden = -torch.inf if kind == "thresholded_softmax" else 0.0
         self.causal, self.window = causal, window
-        self.dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.dtype = wide_dtype(query)
         self.buffers: dict[int, Tensor] = {}
         self.corners: dict[tuple, Tensor] = {}
         self.rows = list(self._rows())

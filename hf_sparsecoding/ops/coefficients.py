@@ -8,6 +8,8 @@ allowed key is all zeros. Masks are boolean only: adding a large negative number
 wrong for every proximal operator, whose coefficient grows with |S|.
 """
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -34,6 +36,11 @@ def prox(values: Float[Tensor, "..."], threshold: Threshold) -> Float[Tensor, ".
     threshold = threshold.to(values.dtype)
     # not with minimum and maximum: these split the gradient where |v| = xi, as at every masked zero when xi is 0
     return torch.where(values.abs() <= threshold, 0, values - values.sign() * threshold)  # nan stays nan
+
+
+def inverse_softplus(threshold: float) -> float:
+    """What a learned threshold, `softplus(raw)`, must start from to be `threshold` > 0."""
+    return threshold + math.log(-math.expm1(-threshold))
 
 
 def softmax(scores: Scores, mask: Mask = None) -> Scores:

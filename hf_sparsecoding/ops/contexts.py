@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from .precision import wide_dtype
+
 
 def absolute_transfer(
     outputs: Float[Tensor, "B H N D"], weight: Float[Tensor, "h K"], length: int
@@ -72,7 +74,7 @@ class _AlignedDecode(torch.autograd.Function):
         alpha, values, weight, *products = ctx.saved_tensors
         grad_alpha, grad_values = grad @ values.mT, alpha.mT @ grad
         target, sums, lam = grad[:, :, -ctx.length :], [], weight.to(grad.dtype)[..., None, None]
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(grad)
         for i, rows, distance in _aligned_rows(alpha, weight, ctx.length):
             share = target * lam[:, i]
             place = slice(i * ctx.length, (i + 1) * ctx.length)

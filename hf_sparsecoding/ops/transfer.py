@@ -15,6 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .precision import wide_dtype
+
 
 # Elements of one time block. On a CPU its operands stay in the last-level cache over all lags, and smaller ones cost
 # more in calls than they save. A GPU wants few and large kernels.
@@ -187,7 +189,8 @@ class _TransferLags(torch.autograd.Function):
         grad_full = grad.new_empty(full.shape) if needs_full else None
         if needs_full and past:
             grad_full[:, :past] = 0
-        sums = grad.new_zeros(len(ctx.lags) + 1, batch, heads, dtype=_wide(grad))  # of lambda, and last of lambda_0
+        # of lambda, and last of lambda_0
+        sums = grad.new_zeros(len(ctx.lags) + 1, batch, heads, dtype=wide_dtype(grad))
         for start, end in _blocks(full, ctx.length):
             block, own = grad[:, start:end], slice(past + start, past + end)
             if needs_full:
@@ -234,9 +237,5 @@ def _head_products(grad: Tensor, rows: Tensor, valid: Tensor | None = None) -> F
     """Sum of `grad * rows` over time (where `valid` [b, T]) and head dim."""
     products = grad * rows
     if valid is None:
-        return products.sum((1, 3), dtype=_wide(grad))
-    return (products.sum(-1, dtype=_wide(grad)) * valid[..., None]).sum(1)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        return products.sum((1, 3), dtype=wide_dtype(grad))
+    return (products.sum(-1, dtype=wide_dtype(grad)) * valid[..., None]).sum(1)

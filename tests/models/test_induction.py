@@ -213,7 +213,9 @@ def test_any_number_of_pairs_without_transfer():
     [
         (lambda: InductionConfig(mixer="hyla"), "mixer must be one of softmax, sparse_coding, got 'hyla'"),
         (lambda: InductionConfig(transfer="both"), "transfer must be one of none, paper, aligned, got 'both'"),
-        (lambda: InductionConfig(threshold=float("nan")), "threshold must be >= 0, got nan"),
+        (lambda: InductionConfig(threshold=float("nan")), "threshold must be >= 0 and finite, got nan"),
+        (lambda: InductionConfig(threshold=float("inf")), "threshold must be >= 0 and finite, got inf"),
+        (lambda: network(num_outputs=7, num_labels=4), "num_outputs=7 and num_labels=4 are the same number"),
         (lambda: InductionConfig(head_dim=0), "head_dim must be at least 1, got 0"),
         (lambda: MinimalInductionConfig(content_size=0), "content_size must be at least 1, got 0"),
         (lambda: network()(tokens()[:, :6]), r"tokens, 15 numbers\], got \(3, 6, 15\)"),

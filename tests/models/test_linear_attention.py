@@ -184,6 +184,17 @@ def test_configurations_that_cannot_work(options, message):
         LinearAttentionConfig(**options)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_prompts_of_another_type_than_the_model(dtype):
+    prompts, labels = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0)), torch.ones(2)
+    expected = model_of()(prompts, labels)
+    output = model_of().to(dtype)(prompts, labels)
+    assert output.logits.dtype == dtype
+    torch.testing.assert_close(output.logits.float(), expected.logits, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(output.loss.float(), expected.loss, atol=0.05, rtol=0.05)
+    output.loss.backward()
+
+
 def test_inputs_that_do_not_fit():
     for kind in KINDS:
         with pytest.raises(ValueError, match=r"inputs must be prompts \[B, 6, 3\], got \(2, 7, 3\)"):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_sparsecoding.models import SparseDecoderConfig, SparseDecoderForCausalLM, SparseTransformerConfig
+from hf_sparsecoding.models import SparseDecoderConfig, SparseDecoderForCausalLM
 from hf_sparsecoding.models.sparse_decoder.positions import alibi_slopes, relative_buckets, rotate
 from hf_sparsecoding.ops import reference
 
@@ -172,9 +172,24 @@ def test_greedy_decoding_takes_given_ids_and_stops_at_the_end():
     assert model.greedy(tokens, ids, 6, eos_token_id=1).tokens.shape == (2, 6)
 
 
-def test_learned_thresholds_start_as_configured():
-    model = make_model(mixer="sparse_coding", train_threshold=True, threshold=0.7)
-    torch.testing.assert_close(model.model.layers[0].attention.threshold(), torch.full((2, 1, 1), 0.7))
+@pytest.mark.parametrize("threshold", [0.7, 1_000.0])
+def test_learned_thresholds_start_as_configured(threshold):
+    model = make_model(mixer="sparse_coding", train_threshold=True, threshold=threshold)
+    torch.testing.assert_close(model.model.layers[0].attention.threshold(), torch.full((2, 1, 1), threshold))
+
+
+def test_the_vocabulary_can_be_resized():
+    model = make_model()
+    tokens, ids = make_batch()
+    expected, size = model(tokens, ids).logits, model.config.vocab_size
+    model.resize_token_embeddings(size + 4)
+    assert model.head.out_features == model.model.embedding.num_embeddings == model.config.vocab_size == size + 4
+    torch.testing.assert_close(model(tokens, ids).logits[..., :size], expected)
+
+
+def test_generate_names_greedy():
+    with pytest.raises(NotImplementedError, match="generates with greedy"):
+        make_model().generate(*make_batch())
 
 
 def test_saves_and_loads_through_the_auto_class(tmp_path):
@@ -190,8 +205,9 @@ def test_saves_and_loads_through_the_auto_class(tmp_path):
     [
         ({"mixer": "hyla"}, "mixer must be one of softmax, sparse_coding, top_k, got 'hyla'"),
         ({"positions": "coupled"}, "positions must be one of none, learned, rope, relative, alibi, got 'coupled'"),
-        ({"threshold": -1}, "threshold must be at least 0, got -1"),
-        ({"l1_penalty": float("nan")}, "l1_penalty must be at least 0, got nan"),
+        ({"threshold": -1}, "threshold must be at least 0 and finite, got -1"),
+        ({"threshold": float("inf")}, "threshold must be at least 0 and finite, got inf"),
+        ({"l1_penalty": float("nan")}, "l1_penalty must be at least 0 and finite, got nan"),
         ({"kept_keys": 0}, "kept_keys must be at least 1, got 0"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         ({"train_threshold": True}, "train_threshold needs mixer='sparse_coding'"),
@@ -214,7 +230,6 @@ def test_inputs_that_do_not_fit():
         model(tokens, ids, attention_mask=torch.ones(3, 5))
     with pytest.raises(ValueError, match=r"labels must have shape \(3, 9\), got \(3, 8\)"):
         model(tokens, ids, labels=tokens[:, 1:])
-    assert SparseTransformerConfig.model_type != SparseDecoderConfig.model_type
 
 
 FUSED = {"mixer": "sparse_coding", "score_norm": "none"}

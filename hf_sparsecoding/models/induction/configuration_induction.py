@@ -1,5 +1,7 @@
 """Configurations of the two-layer attention-only network and of the minimal model of its induction head."""
 
+import math
+
 from transformers import PreTrainedConfig
 
 
@@ -57,8 +59,8 @@ class InductionConfig(PreTrainedConfig):
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        if not threshold >= 0:  # nan neither
-            raise ValueError(f"threshold must be >= 0, got {threshold}")
+        if not 0 <= threshold < math.inf:  # nan neither
+            raise ValueError(f"threshold must be >= 0 and finite, got {threshold}")
         _check_sizes(
             self, "position_size", "content_size", "num_pairs", "head_dim", "intermediate_size", "num_outputs"
         )

@@ -61,6 +61,11 @@ class _Classifier(PreTrainedModel):
 
     def __init__(self, config: InductionConfig | MinimalInductionConfig, features: int):
         super().__init__(config)
+        if config.num_outputs != config.num_labels:
+            raise ValueError(
+                f"num_outputs={config.num_outputs} and num_labels={config.num_labels} are the same number of labels; "
+                "set both, or make a new config with num_outputs alone"
+            )
         hidden = config.intermediate_size
         self.classifier = nn.Sequential(
             nn.Linear(features, hidden),

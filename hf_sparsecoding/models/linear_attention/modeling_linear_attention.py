@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
+from ...ops.precision import wide_dtype
 from .attention import ExtendedLinearAttention, ScoreBiasAttention, SummedHeads
 from .configuration_linear_attention import LinearAttentionConfig
 
@@ -48,7 +49,7 @@ class LinearAttentionModel(LinearAttentionPreTrainedModel):
         expected = (self.config.sequence_length, self.config.hidden_size)
         if inputs.ndim != 3 or inputs.shape[1:] != expected:
             raise ValueError(f"inputs must be prompts [B, {expected[0]}, {expected[1]}], got {tuple(inputs.shape)}")
-        states = [inputs]
+        states = [inputs.to(self.dtype)]
         for layer in self.layers:
             mixed = layer(states[-1])
             states.append(states[-1] + mixed if self.config.residual else mixed)
@@ -94,7 +95,8 @@ class LinearAttentionForRegression(LinearAttentionPreTrainedModel):
         if labels is not None:
             if labels.shape != inputs.shape[:1]:
                 raise ValueError(f"labels must have shape {tuple(inputs.shape[:1])}, got {tuple(labels.shape)}")
-            loss = functional.mse_loss(logits[:, 0], labels)
+            wide = wide_dtype(logits)
+            loss = functional.mse_loss(logits[:, 0].to(wide), labels.to(wide))
         result = LinearAttentionOutput(loss, logits, output.hidden_states)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return result if return_dict else result.to_tuple()

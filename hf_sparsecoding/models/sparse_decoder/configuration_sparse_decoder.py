@@ -1,5 +1,7 @@
 """Configuration of the causal decoder with exchangeable coefficients and positions."""
 
+import math
+
 from transformers import PreTrainedConfig
 
 
@@ -102,8 +104,8 @@ class SparseDecoderConfig(PreTrainedConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("threshold", "l1_penalty", "initializer_range"):
-            if not getattr(self, name) >= 0:  # nan neither
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:  # nan neither
+                raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
         if self.train_threshold and (self.mixer != "sparse_coding" or self.threshold == 0):
             raise ValueError(
                 "train_threshold needs mixer='sparse_coding' and a threshold above 0 to start from, got "

@@ -4,9 +4,8 @@ B batch, T new tokens, S tokens with those in the cache, H heads, D head dim, F 
 vocabulary, P position ids.
 """
 
-import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from ...ops import coefficients, rms_over_keys, rms_per_head, sparse_attention
-from ...ops.attention import wide_dtype
+from ...ops.coefficients import inverse_softplus
+from ...ops.precision import wide_dtype
 from .configuration_sparse_decoder import SparseDecoderConfig
 from .positions import alibi_slopes, relative_buckets, rotate
 
@@ -147,7 +147,7 @@ class SparseDecoderPreTrainedModel(PreTrainedModel):
             if hasattr(module, "relative_bias"):
                 nn.init.zeros_(module.relative_bias)
             if hasattr(module, "raw_threshold"):
-                nn.init.constant_(module.raw_threshold, math.log(math.expm1(module.config.threshold)))
+                nn.init.constant_(module.raw_threshold, inverse_softplus(module.config.threshold))
 
 
 class SparseDecoderModel(SparseDecoderPreTrainedModel):
@@ -267,6 +267,13 @@ class SparseDecoderForCausalLM(SparseDecoderPreTrainedModel):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.head = value
+
+    def generate(self, *args, **kwargs) -> NoReturn:
+        """Raises NotImplementedError: `greedy` is what generates here, as it feeds position ids back too."""
+        raise NotImplementedError("the sparse decoder generates with greedy(input_ids, position_ids)")
 
     def forward(
         self,

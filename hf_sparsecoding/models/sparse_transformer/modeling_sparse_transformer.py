@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
+from ...ops.coefficients import inverse_softplus
 from .attention import SparseTransformerAttention
 from .configuration_sparse_transformer import SparseTransformerConfig
 
@@ -69,8 +70,7 @@ class SparseTransformerPreTrainedModel(PreTrainedModel):
             if config.transfer != "none":
                 nn.init.constant_(module.transfer_weight, config.transfer_init)
             if hasattr(module, "raw_threshold"):
-                xi = config.threshold
-                nn.init.constant_(module.raw_threshold, xi + math.log(-math.expm1(-xi)))  # inverse softplus
+                nn.init.constant_(module.raw_threshold, inverse_softplus(config.threshold))
 
 
 class SparseTransformerModel(SparseTransformerPreTrainedModel):
