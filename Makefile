@@ -45,7 +45,7 @@ quality: $(INSTALLED) ## lint and formatting
 	$(RUN) -m ruff format --check .
 	$(RUN) scripts/render_cards.py --check
 
-bench: $(INSTALLED) ## time the kernels and the adapter on this machine
+bench: $(INSTALLED) ## time training with the adapter on this machine; BENCH_ARGS="--suite attention" the kernels
 	$(FETCH) && $(RUN) scripts/benchmark.py $(BENCH_ARGS)
 
 clean: ## remove the virtual environment and the tools' caches; outputs stay

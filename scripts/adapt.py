@@ -7,7 +7,7 @@ The project's task (number puzzles), with the arguments of a file, some of them 
 Your own prompts and completions, a tenth of them held out:
 
     python scripts/adapt.py --model MODEL --data mine.jsonl \\
-        --adapter_config scripts/configs/adapters/lags_per_head.yaml
+        --adapter_config scripts/configs/adapters/lags_per_head.yaml --output_dir outputs/mine
 
 A saved adapter in a fresh process, on the items it was measured on:
 
@@ -49,6 +49,8 @@ from hf_sparsecoding.training.command_line import near_match, parse, read_option
 from hf_sparsecoding.training.completions import collate, completion_loss, encode, pad_token_id
 from hf_sparsecoding.training.pretrained import (
     DTYPES,
+    adapter_label,
+    adapter_values,
     base_model_of,
     load_model,
     load_tokenizer,
@@ -200,8 +202,7 @@ def run_settings(arguments: AdaptArguments, training: TrainingArguments, config)
     kept = {**asdict(arguments), **evaluation_settings(arguments, training), **training.identity()}
     for name in ("adapter", "evaluate_only", "method", "experiment", "before", "plots"):
         del kept[name]
-    adapter = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items() if v is not None}
-    return json.loads(json.dumps({**kept, "adapter_config": adapter}))
+    return json.loads(json.dumps({**kept, "adapter_config": adapter_values(config)}))
 
 
 def adapt(arguments: AdaptArguments, training: TrainingArguments) -> dict:
@@ -233,19 +234,13 @@ def adapt(arguments: AdaptArguments, training: TrainingArguments) -> dict:
     accelerator.log(after.metrics, step=training.steps)
     both = Accuracy({**before.metrics, **after.metrics}, {**before.items, **after.items})
     settings = {**settings, "items": both.items, "num_processes": accelerator.num_processes}
-    run = make_run(model, history, settings, both.metrics, method_name(arguments, settings))
+    method = arguments.method or adapter_label(arguments.adapter_config)
+    run = make_run(model, history, settings, both.metrics, method)
     if accelerator.is_main_process:
         print(accuracy_table(both, ("before", "after")))
         save(model, run, arguments, Path(training.output_dir), accelerator.device)
     accelerator.end_training()
     return run
-
-
-def method_name(arguments: AdaptArguments, settings: dict) -> str:
-    if arguments.method:
-        return arguments.method
-    inline = arguments.adapter_config.lstrip().startswith("{")
-    return settings["adapter_config"]["peft_type"].lower() if inline else Path(arguments.adapter_config).stem
 
 
 def make_run(model: PeftModel, history: TrainingResult, settings: dict, metrics: dict, method: str) -> dict:

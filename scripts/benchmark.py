@@ -41,6 +41,7 @@ from hf_sparsecoding.benchmarks.turns import Turns
 from hf_sparsecoding.reports import results
 
 
+DTYPES = ("float32", "bfloat16", "float16")
 CONFIGS = Path(__file__).parent / "configs" / "adapters"
 
 
@@ -53,6 +54,7 @@ class Suite:
     measure: Callable[..., list[dict]]
     table: Callable[[list[dict]], str]
     picture: Callable[[list[dict], Path], None]
+    uses_gpu: bool = False
 
 
 SUITES = {
@@ -63,7 +65,9 @@ SUITES = {
         adapter.table,
         adapter.picture,
     ),
-    "attention": Suite("kernels", attention.defaults, attention.measure, attention.table, attention.picture),
+    "attention": Suite(
+        "kernels", attention.defaults, attention.measure, attention.table, attention.picture, uses_gpu=True
+    ),
     "mixers": Suite("sparse-transformer-throughput", mixers.defaults, mixers.measure, mixers.table, mixers.picture),
 }
 OPTIONS = (
@@ -128,10 +132,14 @@ class BenchmarkArguments(Turns):
                 raise ValueError(f"{name} does not apply to suite {self.suite!r} (it has {', '.join(known)})")
         for name, values in (
             ("length", self.length or []),
+            ("head_dim", self.head_dim or []),
             ("batch_size", [] if self.batch_size is None else [self.batch_size]),
         ):
             if min(values, default=1) < 1:
                 raise ValueError(f"{name} must be at least 1, got {min(values)}")
+        for name in self.dtype or []:
+            if name not in DTYPES:
+                raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
         if self.suite == "adapter" and len(self.length or [1]) > 1:
             raise ValueError(f"suite 'adapter' takes one length, got {self.length}")
 
@@ -149,7 +157,7 @@ def main(arguments: BenchmarkArguments) -> dict:
     suite, output = SUITES[arguments.suite], Path(arguments.output_dir)
     torch.set_num_threads(arguments.threads)
     runs = suite.measure(arguments, **arguments.options())
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    device = torch.cuda.get_device_name() if suite.uses_gpu and torch.cuda.is_available() else "CPU"
     written = results.new(suite.experiment, runs, device=device)
     results.write(output / results.FILE, written)
     print(suite.table(runs))

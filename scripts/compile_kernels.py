@@ -72,6 +72,8 @@ class Build(NamedTuple):
         blocks = [f"{key.removeprefix('BLOCK_')} {self.constants[key]}" for key in ("BLOCK_M", "BLOCK_N")
                   if key in self.constants]  # fmt: skip
         blocks += ["skip"] if self.constants.get("SKIP") else []
+        if "BY_QUERY" in self.constants:
+            blocks.append("by query" if self.constants["BY_QUERY"] else "by key")
         return ", ".join([self.kernel, self.kind, self.dtype, f"D {self.head_size}", *blocks, f"{self.warps} warps"])
 
 

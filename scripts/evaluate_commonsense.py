@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,9 +44,9 @@ from hf_sparsecoding.reports import plots, results
 from hf_sparsecoding.reports.accuracy_bars import accuracy_bars
 from hf_sparsecoding.reports.tables import accuracy_table
 from hf_sparsecoding.tasks import commonsense as tasks
-from hf_sparsecoding.training import checkpoints
+from hf_sparsecoding.training import check_processes, checkpoints
 from hf_sparsecoding.training.command_line import near_match, parse
-from hf_sparsecoding.training.pretrained import DTYPES, base_model_of, load_model, load_tokenizer
+from hf_sparsecoding.training.pretrained import DTYPES, adapter_values, base_model_of, load_model, load_tokenizer
 from hf_sparsecoding.training.runs import device_name
 
 
@@ -130,7 +129,10 @@ def find_candidates(arguments: EvaluateArguments, model: str) -> list[Candidate]
         run = training_run(folder)
         name = f"{run['method']}-seed-{run['seed']}"
         if name in found:
-            raise ValueError(f"{folder} and {found[name].folder} are both {name}; evaluate them one by one")
+            raise ValueError(
+                f"{folder} and {found[name].folder} are both {name}; evaluate them one by one, or train "
+                "them with --method names of their own"
+            )
         found[name] = Candidate(name, folder, run)
     return list(found.values())
 
@@ -232,11 +234,7 @@ def evaluate(arguments: EvaluateArguments) -> dict:
     questions = read_questions(arguments)
     tokenizer = load_tokenizer(model)
     accelerator = Accelerator()
-    if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
-        raise ValueError(
-            f"{os.environ['WORLD_SIZE']} processes were started that do not know of each other; without GPUs set "
-            "ACCELERATE_USE_CPU=1"
-        )
+    check_processes(accelerator.num_processes)
     answers = {candidate.name: {name: {} for name in arguments.protocols} for candidate in candidates}
     waiting = []
     for candidate in candidates:
@@ -295,9 +293,8 @@ def make_run(
         "items": own.items,
     }
     if candidate.folder is not None:
-        config = PeftConfig.from_pretrained(str(candidate.folder)).to_dict()
-        config = {k: sorted(v) if isinstance(v, set) else v for k, v in config.items() if v is not None}
-        settings |= {"adapter_config": config, "training": candidate.run["settings"]}
+        config = PeftConfig.from_pretrained(str(candidate.folder))
+        settings |= {"adapter_config": adapter_values(config), "training": candidate.run["settings"]}
     if any(notes):
         settings["note"] = "; ".join(filter(None, notes))
     trained = {k: v for k, v in candidate.run.get("metrics", {}).items() if k in ("train_loss", "step_seconds")}

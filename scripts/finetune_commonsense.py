@@ -43,10 +43,17 @@ from transformers import (
 import hf_sparsecoding  # noqa: F401  registers the adapter with peft
 from hf_sparsecoding.reports import results
 from hf_sparsecoding.tasks import commonsense
-from hf_sparsecoding.training import checkpoints
+from hf_sparsecoding.training import check_processes, checkpoints
 from hf_sparsecoding.training.command_line import parse
 from hf_sparsecoding.training.completions import pad_token_id, selects_positions
-from hf_sparsecoding.training.pretrained import DTYPES, load_model, load_tokenizer, read_adapter_config
+from hf_sparsecoding.training.pretrained import (
+    DTYPES,
+    adapter_label,
+    adapter_values,
+    load_model,
+    load_tokenizer,
+    read_adapter_config,
+)
 from hf_sparsecoding.training.responses import Collator, encode_records
 from hf_sparsecoding.training.runs import device_name
 
@@ -128,11 +135,7 @@ class TrainerArguments(TrainingArguments):
             raise ValueError("save_total_limit must be at least 2: killed while it writes one, a run needs the other")
         if self.resume_from_checkpoint:
             raise ValueError(f"resume_from_checkpoint={self.resume_from_checkpoint!r}: use --resume, the default")
-        if int(os.environ.get("WORLD_SIZE", 1)) != self.world_size:
-            raise ValueError(
-                f"{os.environ['WORLD_SIZE']} processes were started that do not know of each other; without GPUs set "
-                "ACCELERATE_USE_CPU=1"
-            )
+        check_processes(self.world_size)
         if self.n_gpu > 1:
             raise ValueError(
                 f"one process sees {self.n_gpu} GPUs; start it with accelerate launch, or set CUDA_VISIBLE_DEVICES=0"
@@ -242,13 +245,12 @@ def run_identity(arguments: FineTuneArguments, training: TrainerArguments, confi
     """All that decides the result, as JSON holds it; the records by their content, as files change."""
     own = {k: v for k, v in asdict(arguments).items() if k not in NOT_DECISIVE}
     known = training.to_dict()
-    adapter = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items() if v is not None}
     identity = {
         **own,
         **{name: known[name] for name in DECISIVE},
         "batch_size": training.batch_size,
         "num_processes": training.world_size,
-        "adapter_config": adapter,
+        "adapter_config": adapter_values(config),
         "records_sha256": hashlib.sha256(json.dumps(records).encode()).hexdigest(),
     }
     return json.loads(json.dumps(identity))
@@ -303,14 +305,8 @@ def finetune(arguments: FineTuneArguments, training: TrainerArguments) -> dict:
 
 def make_run(arguments: FineTuneArguments, trainer: Trainer, trainable: int, settings: dict) -> dict:
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    if arguments.method:
-        method = arguments.method
-    elif arguments.adapter_config.lstrip().startswith("{"):
-        method = settings["adapter_config"]["peft_type"].lower()
-    else:
-        method = Path(arguments.adapter_config).stem
     return {
-        "method": method,
+        "method": arguments.method or adapter_label(arguments.adapter_config),
         "seed": settings["seed"],
         "trainable_parameters": trainable,
         "samples": round(trainer.state.epoch * settings["records"]),

@@ -298,7 +298,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", help="YAML file of the sweep")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each run")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="override common arguments")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="override common arguments"
+    )
     parser.add_argument("--output_dir", help="override the file's output_dir")
     parser.add_argument("--results", help="where the gathered results.json goes; default: in output_dir")
     parser.add_argument("--gather_only", action="store_true", help="start nothing, gather the runs that are finished")

@@ -1,7 +1,9 @@
 """Train the two-layer network, or the minimal model of its induction head, on in-context classification.
 
-    python scripts/train_in_context.py --config scripts/configs/in_context_classification/scaled.yaml --classes 32
-    python scripts/train_in_context.py --config scripts/configs/in_context_classification/published.yaml
+    python scripts/train_in_context.py --config scripts/configs/in_context_classification/scaled.yaml \\
+        --output_dir outputs/scaled
+    python scripts/train_in_context.py --config scripts/configs/in_context_classification/published.yaml \\
+        --output_dir outputs/published
 
 Started again after an interruption, it goes on from its newest checkpoint. --output_dir receives the model (as
 `save_pretrained` writes it) and results.json: the accuracies iw, ic and ic2, the progress measures and the loss, at

@@ -1,7 +1,9 @@
 """Train a small decoder on short problems and evaluate it on long ones.
 
-    python scripts/train_lengths.py --config scripts/configs/length_generalization/addition.yaml --positions predicted
-    python scripts/train_lengths.py --task planted --task_options '{"k": 4}' --positions none --mixer top_k
+    python scripts/train_lengths.py --config scripts/configs/length_generalization/addition.yaml \\
+        --output_dir outputs/addition
+    python scripts/train_lengths.py --task planted --task_options '{"k": 4}' --positions none \\
+        --output_dir outputs/parity
 
 --positions says what the decoder knows about places:
 

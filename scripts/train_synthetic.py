@@ -1,6 +1,6 @@
 """Train a small model on a synthetic task, evaluate it on test and out-of-distribution problems.
 
-    python scripts/train_synthetic.py --config scripts/configs/s_raven/quick.yaml --mixer hyla --seed 1
+    python scripts/train_synthetic.py --config scripts/configs/s_raven/quick.yaml --output_dir outputs/quick
     python scripts/train_synthetic.py --config scripts/configs/raven/center.yaml --output_dir outputs/raven
 
 Started again after an interruption, it goes on from its newest checkpoint. Several processes on one machine:

@@ -22,7 +22,7 @@ from peft import PeftConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..reports import tables
-from ..training.pretrained import load_model, read_adapter_config
+from ..training.pretrained import adapter_label, load_model, read_adapter_config
 from .turns import Turns, draw_ratios, ratio_cell, ratio_metrics, take_turns
 
 
@@ -87,7 +87,7 @@ def adapter_configs(names: Iterable[str], folder: Path) -> dict[str, PeftConfig]
     for name in names:
         file = folder / f"{name}.yaml"
         config = read_adapter_config(str(file) if file.is_file() else name)
-        configs[config.peft_type.lower() if name.lstrip().startswith("{") else Path(name).stem] = config
+        configs[adapter_label(name)] = config
     return configs
 
 

@@ -72,7 +72,7 @@ def accuracy_per_rule(run: dict, path: str | Path) -> Path:
         axis.invert_yaxis()
         axis.set(xlim=(0, 1), xlabel="accuracy (95 % interval)", title="out of distribution" if prefix else "test")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
-    figure.suptitle(run["method"])
+    figure.suptitle(f"{run['method']}, seed {run['seed']}")
     return save_figure(figure, path)
 
 

@@ -38,9 +38,8 @@ class NumberLoader(Loader):
     """Without a third trap: 1e-3 is a number. On command lines it stays as it is written."""
 
 
-NumberLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")  # numbers that YAML 1.1 takes for text
+NumberLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
 
 
 def read_mapping(path: str | Path, loader: type[Loader] = Loader) -> dict:
@@ -73,6 +72,8 @@ def read_options(kind: type, name: str, text: str, leave_out: tuple[str, ...] = 
         fitting = (int, float) if type(default) is float else (type(default),)
         if not several and isinstance(default, bool | int | float | str) and type(value) not in fitting:
             raise ValueError(f"task_options: {option} must be of type {type(default).__name__}, got {value!r}")
+        if several and not isinstance(value, list | type(default)):
+            raise ValueError(f"task_options: {option} must be a list, got {value!r}")
     return values
 
 
@@ -83,10 +84,19 @@ def to_flags(values: dict) -> list[str]:
         if value is None:
             continue
         items = value if isinstance(value, list) else [value]
-        texts = [json.dumps(item) if isinstance(item, dict) else str(item) for item in items]
+        texts = [json.dumps(_numbers(item)) if isinstance(item, dict) else str(item) for item in items]
         # alone, -1e-3 would be taken for a flag
         flags += [f"--{name}={texts[0]}"] if len(texts) == 1 and texts[0].startswith("-") else [f"--{name}", *texts]
     return flags
+
+
+def _numbers(value):
+    """Inner mappings become JSON, which knows 1e-3 as a number: it was one in the file."""
+    if isinstance(value, dict):
+        return {name: _numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    return float(value) if isinstance(value, str) and EXPONENT.match(value) else value
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

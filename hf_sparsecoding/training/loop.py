@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -67,8 +68,17 @@ class ShuffledOrder:
         return int(self._order[place])
 
 
+def check_processes(known: int) -> None:
+    """Raise ValueError if more processes were started than the `known` ones: each would do the whole work alone."""
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started != known:
+        raise ValueError(
+            f"{started} processes were started that do not know of each other; without GPUs set ACCELERATE_USE_CPU=1"
+        )
+
+
 def make_accelerator(arguments: TrainingArguments) -> Accelerator:
-    """An Accelerator for the run; rejects trackers that are not there and batches that do not divide."""
+    """An Accelerator for the run; rejects lone processes, trackers that are missing, batches that do not divide."""
     name = None if arguments.report_to == "none" else arguments.report_to
     if name is not None and name not in LOGGER_TYPE_TO_CLASS:
         raise ValueError(f"report_to must be none or one of {', '.join(LOGGER_TYPE_TO_CLASS)}, got {name!r}")
@@ -86,6 +96,7 @@ def make_accelerator(arguments: TrainingArguments) -> Accelerator:
         log_with=name,
         project_dir=arguments.output_dir,
     )
+    check_processes(accelerator.num_processes)
     arguments.micro_batch_size(accelerator.num_processes)
     return accelerator
 

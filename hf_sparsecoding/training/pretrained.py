@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import torch
 from peft import PeftConfig
@@ -18,7 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def read_adapter_config(source: str) -> PeftConfig:
     """A PEFT config to train, from a YAML or JSON file, or from JSON text that starts with a brace."""
-    if source.lstrip().startswith("{"):
+    if _is_json(source):
         try:
             values = json.loads(source)
         except json.JSONDecodeError as error:
@@ -35,6 +36,20 @@ def read_adapter_config(source: str) -> PeftConfig:
             raise ValueError(f"adapter_config: {kind} has no field {name!r}{near_match(name, fields)}")
     # a saved adapter's config says true, which would freeze all
     return known[kind](**{"task_type": "CAUSAL_LM", **values, "inference_mode": False})
+
+
+def adapter_values(config: PeftConfig) -> dict:
+    """What a config holds, as JSON can; None is left out."""
+    return {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items() if v is not None}
+
+
+def adapter_label(source: str) -> str:
+    """What results call the adapter of `read_adapter_config`: its file's name, or its method."""
+    return read_adapter_config(source).peft_type.lower() if _is_json(source) else Path(source).stem
+
+
+def _is_json(source: str) -> bool:
+    return source.lstrip().startswith("{")
 
 
 def longest_input(name: str) -> int | None:

@@ -1,4 +1,5 @@
 import pytest
+import torch
 from transformers import HfArgumentParser
 
 from hf_sparsecoding.benchmarks import adapter, mixers
@@ -100,6 +101,17 @@ def test_options_on_the_command_line():
     assert parsed.options() == adapter.defaults()
 
 
+def test_what_runs_on_the_cpu_is_not_said_to_run_on_a_gpu(small_mixers, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "a GPU")
+    assert "a GPU" not in main(small_mixers(method=["softmax"]))["machine"]
+
+
+def test_sizes_of_heads_are_checked():
+    with pytest.raises(ValueError, match="head_dim must be at least 1, got 0"):
+        BenchmarkArguments(suite="attention", head_dim=[64, 0])
+
+
 @pytest.mark.parametrize("foreign", [{"length": [36]}, {"model": ["tiny"]}, {"dtype": ["float32"]}])
 def test_options_of_another_suite_are_refused(small_mixers, foreign):
     with pytest.raises(ValueError, match=f"{next(iter(foreign))} does not apply to suite 'mixers'"):
@@ -122,6 +134,7 @@ def test_compile_is_not_for_adapters(small):
         {"warmup": -1},
         {"batch_size": 0},
         {"threads": 0},
+        {"dtype": ["bf16"]},
     ],
 )
 def test_arguments_are_checked(small, wrong):

@@ -197,7 +197,10 @@ def test_adapters_of_another_base(folders, tmp_path):
         script.main(flags(folders, tmp_path / "out", **options))
     script.main(flags(folders, tmp_path / "out", other_base=True, **options))
     assert runs_of(tmp_path / "out")["lags"]["settings"]["base_model"] == str(other)
-    with pytest.raises(ValueError, match=r"lags and .*lags are both lags-seed-3; evaluate them one by one"):
+    with pytest.raises(
+        ValueError,
+        match=r"lags and .*lags are both lags-seed-3; evaluate them one by one, or train them with --method",
+    ):
         script.main(flags(folders, tmp_path / "out", adapters=folders["adapters"][:1] * 2))
 
 

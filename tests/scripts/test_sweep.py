@@ -263,6 +263,14 @@ def test_overrides_are_read_as_the_file_is(config):
     assert read.common == {"value": 1, "mixed_precision": "no", "steps": 3}
 
 
+def test_overrides_may_be_given_one_by_one(config, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sweep, "read_sweep", lambda path, overrides, output: seen.append(overrides) or sys.exit())
+    with pytest.raises(SystemExit):
+        sweep.main([config(), "--set", "a=1", "b=2", "--set", "c=3"])
+    assert seen == [["a=1", "b=2", "c=3"]]
+
+
 def test_bad_override(config):
     with pytest.raises(ValueError, match="--set takes NAME=VALUE, got 'steps'"):
         sweep.main([config(), "--set", "steps"])

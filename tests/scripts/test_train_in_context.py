@@ -264,7 +264,8 @@ def test_configs():
 
 def test_commands_of_the_docstrings_parse():
     for script, types in ((train_in_context, TYPES), (nested_logits, [nested_logits.NestedLogitsArguments])):
-        commands = [line.split() for line in script.__doc__.splitlines() if line.strip().startswith("python ")]
+        lines = script.__doc__.replace("\\\n", " ").splitlines()
+        commands = [line.split() for line in lines if line.strip().startswith("python ")]
         assert len(commands) == 2
         for command in commands:
             assert command[1] == f"scripts/{script.__name__.split('.')[-1]}.py"

@@ -66,3 +66,10 @@ def test_negative_numbers_are_no_flags(tmp_path):
 def test_to_flags():
     values = {"a": 1, "b": None, "c": [1, 2], "d": {"x": True}, "e": False}
     assert to_flags(values) == ["--a", "1", "--c", "1", "2", "--d", '{"x": true}', "--e", "False"]
+
+
+def test_exponents_of_inner_mappings_are_numbers(tmp_path):
+    text = "adapter_config: {threshold: 1e-3, lags: [1, 2], name: e-3, steps: [-2.5E4]}\n"
+    flag, value = to_flags(read_mapping(write(tmp_path / "c.yaml", text)))
+    assert flag == "--adapter_config"
+    assert json.loads(value) == {"threshold": 1e-3, "lags": [1, 2], "name": "e-3", "steps": [-2.5e4]}

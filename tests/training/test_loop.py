@@ -204,6 +204,13 @@ def test_loss_that_is_not_finite_stops_the_run(tmp_path):
         train(make_model(), counting, broken, arguments(tmp_path))
 
 
+def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="2 processes were started .*not know of each other.*ACCELERATE_USE_CPU=1"):
+        train(make_model(), batch, mse, arguments(tmp_path))
+
+
 def test_model_without_trainable_parameters(tmp_path):
     with pytest.raises(ValueError, match="no trainable parameter"):
         train(make_model().requires_grad_(False), batch, mse, arguments(tmp_path))
