@@ -38,7 +38,6 @@ from hf_sparsecoding.tasks.s_raven_text import SRavenText
 from hf_sparsecoding.training import (
     ShuffledOrder,
     TrainingArguments,
-    TrainingResult,
     checkpoints,
     make_accelerator,
     records,
@@ -57,7 +56,7 @@ from hf_sparsecoding.training.pretrained import (
     longest_input,
     read_adapter_config,
 )
-from hf_sparsecoding.training.runs import device_name
+from hf_sparsecoding.training.runs import device_name, make_run
 
 
 TASKS = {"s_raven_text": SRavenText}
@@ -235,23 +234,12 @@ def adapt(arguments: AdaptArguments, training: TrainingArguments) -> dict:
     both = Accuracy({**before.metrics, **after.metrics}, {**before.items, **after.items})
     settings = {**settings, "items": both.items, "num_processes": accelerator.num_processes}
     method = arguments.method or adapter_label(arguments.adapter_config)
-    run = make_run(model, history, settings, both.metrics, method)
+    run = make_run(method, model, history, training, settings, both.metrics)
     if accelerator.is_main_process:
         print(accuracy_table(both, ("before", "after")))
         save(model, run, arguments, Path(training.output_dir), accelerator.device)
     accelerator.end_training()
     return run
-
-
-def make_run(model: PeftModel, history: TrainingResult, settings: dict, metrics: dict, method: str) -> dict:
-    return {
-        "method": method,
-        "seed": settings["seed"],
-        "trainable_parameters": sum(value.numel() for value in model.parameters() if value.requires_grad),
-        "samples": settings["steps"] * settings["batch_size"],
-        "settings": settings,
-        "metrics": {**metrics, "train_loss": history.losses[-1], "step_seconds": history.step_seconds},
-    }
 
 
 def save(model: PeftModel, run: dict, arguments: AdaptArguments, output: Path, device: torch.device) -> None:

@@ -27,7 +27,7 @@ def make_run(
     settings: dict,
     metrics: dict,
 ) -> dict:
-    """The run of a model that was trained from its first parameter to its last."""
+    """The run of a model, of whose parameters those that require gradients were trained."""
     last = history.losses[-LAST:]
     return {
         "method": method,
