@@ -7,6 +7,7 @@ METHOD are names of the folder's results.json:
     {{commands}}                              the command of every run, where a sweep made them
     {{table METRIC ... [vs=METHOD]}}          one row per method; with vs, differences from that one
     {{cross PREFIX METRIC}}                   rows and columns of the methods named "PREFIX, ROW, COLUMN"
+    {{cross "" METRIC}}                       the same of those named "ROW, COLUMN"
     {{difference METHOD METHOD METRIC}}       the first minus the second, with its 95 % interval
     {{accuracies PROTOCOL}}                   commonsense accuracies by task, with intervals and tests
     {{value METHOD METRIC}}                   mean ± spread of one metric

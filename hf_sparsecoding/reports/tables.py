@@ -90,19 +90,21 @@ def method_table(results: dict, metrics: Sequence[str], baseline: str | None = N
 def cross_table(results: dict, prefix: str, metric: str) -> str:
     """The methods named "PREFIX, ROW, COLUMN" as rows and columns, with mean ± spread of a metric.
 
-    A row or column that a sweep's grid named, "mixer=softmax", stands there with its value.
+    With an empty prefix they are named "ROW, COLUMN". A row or column that a sweep's grid named, "mixer=softmax",
+    stands there with its value.
     """
     cells: dict[tuple[str, str], list[float]] = {}
+    start = f"{prefix}, " if prefix else ""
     for method, runs in by_method(results).items():
-        name, *places = method.split(", ")
-        if name == prefix and len(places) == 2:
+        places = method.removeprefix(start).split(", ")
+        if method.startswith(start) and len(places) == 2:
             row, column = (place.rpartition("=")[2] for place in places)
             cells[row, column] = metric_values(runs, metric)
     if not any(cells.values()):
-        raise ValueError(f'no method of {results["experiment"]} named "{prefix}, ROW, COLUMN" has {metric!r}')
+        raise ValueError(f'no method of {results["experiment"]} named "{start}ROW, COLUMN" has {metric!r}')
     rows, columns = (list(dict.fromkeys(key[side] for key in cells)) for side in (0, 1))
     filled = [[row, *(with_spread(cells.get((row, column), [])) for column in columns)] for row in rows]
-    return table([f"{prefix}, {metric}", *columns], filled)
+    return table([f"{start}{metric}", *columns], filled)
 
 
 def _differs(methods: dict[str, list[dict]], metric: str) -> bool:

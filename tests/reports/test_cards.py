@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 
@@ -58,6 +59,9 @@ def test_rows_and_columns(tmp_path):
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in card.splitlines()]
     assert cells[0] == ["sum, accuracy_after", "1", "2"]
     assert cells[2:] == [["none", "0.200 ± 0.100", "-"], ["rope", "-", "0.720"]]
+    shutil.rmtree(tmp_path / "toy")
+    card = render_card(make_folder(tmp_path, '{{cross "" accuracy_after}}\n', runs=runs))
+    assert card.splitlines()[0].split() == ["|", "accuracy_after", "|", "none", "|"]  # "sum, none" alone has two parts
 
 
 def test_a_difference(tmp_path):
