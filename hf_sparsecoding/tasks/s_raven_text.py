@@ -118,6 +118,8 @@ class SRavenText:
             )
         if self.rows < 2:
             raise ValueError(f"rows must be at least 2, got {self.rows}")
+        if not isinstance(self.rules, list | tuple):
+            raise ValueError(f"rules must be distinct names out of {RULES}, got {self.rules!r}")
         object.__setattr__(self, "rules", tuple(self.rules))
         unknown = [name for name in self.rules if name not in RULES]
         if unknown or not self.rules or len(set(self.rules)) != len(self.rules):

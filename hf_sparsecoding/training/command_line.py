@@ -72,8 +72,6 @@ def read_options(kind: type, name: str, text: str, leave_out: tuple[str, ...] = 
         fitting = (int, float) if type(default) is float else (type(default),)
         if not several and isinstance(default, bool | int | float | str) and type(value) not in fitting:
             raise ValueError(f"task_options: {option} must be of type {type(default).__name__}, got {value!r}")
-        if several and not isinstance(value, list | type(default)):
-            raise ValueError(f"task_options: {option} must be a list, got {value!r}")
     return values
 
 

@@ -156,7 +156,7 @@ def test_two_processes_give_the_result_of_one(model, tmp_path):
         ({"task": "s_raven_txt"}, "unknown task 's_raven_txt'; did you mean 's_raven_text'"),
         ({"task_options": '{"feature": 2}'}, "has no option 'feature'; did you mean 'features'"),
         ({"task_options": "{"}, "task_options is not JSON"),
-        ({"task_options": '{"rules": 3}'}, "task_options: rules must be a list, got 3"),
+        ({"task_options": '{"rules": 3}'}, "rules must be distinct names out of .*, got 3"),
         ({"data": "x.jsonl"}, "give either --task or --data"),
         ({"adapter": "x"}, "goes with --evaluate_only"),
         ({"adapter_config": ""}, "--adapter_config is missing"),
