@@ -194,7 +194,7 @@ def check_hub_weights(repo_id: str, subfolder: str | None, kwargs: dict[str, Any
 
 
 def check_cached_weights(repo_id: str, subfolder: str | None, kwargs: dict[str, Any]) -> None:
-    """As `check_weights`, for a repository of the Hub in the cache."""
+    """As `check_weights`, for what the cache holds of a Hub repository."""
     found = {name: kwargs[name] for name in ("revision", "cache_dir") if kwargs.get(name) is not None}
     prefix = f"{subfolder}/" if subfolder else ""
     for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME):
