@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from huggingface_hub import file_exists, try_to_load_from_cache
@@ -23,6 +23,7 @@ PICKLE_REFUSED = (
 
 CONTEXTS = ("lags", "segments")
 COEFFICIENTS = ("base", "thresholded_softmax", "soft_threshold")
+SWITCHES = ("per_head", "target_coefficient", "train_threshold", "init_weights")
 
 
 @dataclass
@@ -48,7 +49,7 @@ class SparseCodingConfig(PeftConfig):
         target_coefficient (`bool`): train lambda_0, the change of the target's own coefficients.
         coefficients (`str`): "base": the model's own softmax. "thresholded_softmax": prox_xi(softmax(S)).
             "soft_threshold": prox_xi(S), for models trained with it.
-        threshold (`float`): initial xi >= 0, per head.
+        threshold (`float`): initial xi >= 0, per head; below 1 with "thresholded_softmax".
         train_threshold (`bool`): train xi; needs coefficients other than "base".
         target_modules (`list[str] | str`, *optional*): names (or a regex) of the *attention modules* to adapt.
             Default: "self_attn", the name in the Llama family and its relatives.
@@ -83,6 +84,11 @@ class SparseCodingConfig(PeftConfig):
         self.peft_type = PEFT_TYPE
         _check_choice("contexts", self.contexts, CONTEXTS)
         _check_choice("coefficients", self.coefficients, COEFFICIENTS)
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"{name} must be True or False (true or false in a file), got {getattr(self, name)!r}"
+                )
         self._resolve_contexts()
         self._check_threshold()
         self._check_targets()
@@ -119,11 +125,16 @@ class SparseCodingConfig(PeftConfig):
             self.segment_token_ids = _check_ints("segment_token_ids", self.segment_token_ids, minimum=0)
 
     def _check_threshold(self) -> None:
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float):
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, Real):  # Real: NumPy's numbers too
             raise ValueError(f"threshold must be a number, got {self.threshold!r}")
         self.threshold = float(self.threshold)
         if not 0 <= self.threshold < float("inf"):
             raise ValueError(f"threshold must be finite and >= 0, got {self.threshold}")
+        if self.coefficients == "thresholded_softmax" and self.threshold >= 1:
+            raise ValueError(
+                f"threshold={self.threshold} leaves nothing of a softmax, whose coefficients are at most 1; "
+                "begin far below, at 0.001 for example"
+            )
         if self.coefficients == "base" and (self.threshold or self.train_threshold):
             given = f"threshold={self.threshold}" if self.threshold else "train_threshold=True"
             raise ValueError(
@@ -141,6 +152,10 @@ class SparseCodingConfig(PeftConfig):
             value = getattr(self, name)
             if isinstance(value, list | tuple):
                 setattr(self, name, set(value))
+        if isinstance(self.layers_to_transform, list | tuple):
+            self.layers_to_transform = _check_ints("layers_to_transform", self.layers_to_transform, minimum=0)
+        elif self.layers_to_transform is not None:
+            self.layers_to_transform = _check_int("layers_to_transform", self.layers_to_transform, minimum=0)
         if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
             raise ValueError(
                 "layers_to_transform has no use when target_modules is a regex; select the layers in the regex"
@@ -211,7 +226,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _check_ints(name: str, values: Any, minimum: int) -> list[int]:
     if not isinstance(values, list | tuple):
-        raise ValueError(f"{name} must be a list of whole numbers, got {values!r}")
+        raise ValueError(f"{name} must be a list of whole numbers, got {values!r} ({type(values).__name__})")
     return [_check_int(name, value, minimum) for value in values]
 
 

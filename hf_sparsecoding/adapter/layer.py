@@ -5,6 +5,7 @@ B batch, T new tokens, H heads, D head dim, K contexts.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ class SparseCodingAttention(nn.Module, BaseTunerLayer):
         self._active_adapter = adapter_name
         self._projection_hook = self._projection_hook_id = None
         self._hook_projection()
+        self.register_state_dict_post_hook(_warn_of_inner_tuners)
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: SparseCodingConfig) -> None:
@@ -319,6 +321,17 @@ def _lift_inputs(projection: nn.Module, args: tuple) -> tuple | None:
         return None
     attention, *rest = call
     return (attention.lift(args[0], *rest), *args[1:])
+
+
+def _warn_of_inner_tuners(wrapper: SparseCodingAttention, *_: Any) -> None:
+    """Of a LoRA in the attention module, peft saves keys that name the wrapper, and drops them in a model without."""
+    if any(isinstance(module, BaseTunerLayer) for module in wrapper.base_layer.modules()):
+        warnings.warn(
+            "the attention modules hold another PEFT method beside SparseCoding. What is saved of that one now loads "
+            "only into a model that has both again; to load it by itself, save it after unload() of the SparseCoding "
+            "model",
+            stacklevel=2,
+        )
 
 
 def output_projection(attention: nn.Module) -> nn.Module | None:

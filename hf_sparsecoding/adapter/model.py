@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from peft import PeftConfig
-from peft.tuners.tuners_utils import BaseTuner
+from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -32,11 +32,34 @@ class SparseCodingModel(BaseTuner):
     is adapted already: a LoRA that comes second finds no projections in the attention ("Target modules not found") or
     takes only its targets elsewhere. Before the LoRA is saved, call `unload()`: its keys would name this method's
     modules.
+
+    Raises:
+        ValueError: if the model is a `PeftModel` already, or another method has an adapter of this name: saved, the
+            two could not be told apart.
     """
 
     prefix = PREFIX
     tuner_layer_cls = SparseCodingAttention
     target_module_mapping: dict[str, list[str]] = {}
+
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any):
+        if isinstance(model, PeftModel):
+            raise ValueError(
+                "the model is a PeftModel already: an adapter around it could not be loaded again. Adapt "
+                'model.get_base_model() instead, which keeps the methods that are in it, with adapter_name="transfer" '
+                "or another name that they do not have"
+            )
+        for other in model.modules():
+            if (
+                isinstance(other, BaseTunerLayer)
+                and not isinstance(other, SparseCodingAttention)
+                and adapter_name in other._get_available_adapters()
+            ):
+                raise ValueError(
+                    f"the model has an adapter {adapter_name!r} of another PEFT method ({type(other).__module__}); "
+                    "give this one another adapter_name"
+                )
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     def _prepare_adapter_config(self, peft_config: SparseCodingConfig, model_config: dict) -> PeftConfig:
         if model_config.get("is_encoder_decoder"):

@@ -37,6 +37,23 @@ def test_threshold_is_a_number(threshold):
     refused(f"threshold must be a number, got {threshold!r}", coefficients="soft_threshold", threshold=threshold)
 
 
+def test_thresholded_softmax_needs_a_threshold_below_its_largest_coefficient():
+    for threshold in (1.0, 5):
+        refused("leaves nothing of a softmax", coefficients="thresholded_softmax", threshold=threshold)
+    assert SparseCodingConfig(coefficients="soft_threshold", threshold=5).threshold == 5.0
+
+
+@pytest.mark.parametrize("name", ["per_head", "target_coefficient", "train_threshold", "init_weights"])
+@pytest.mark.parametrize("value", ["no", "true", 1, None])
+def test_switches_are_true_or_false(name, value):
+    refused(f"{name} must be True or False .*, got {value!r}", **{name: value})
+
+
+@pytest.mark.parametrize("layers", ["0", ["0"], True, [0.0], -1, [2, -1]])
+def test_layers_to_transform_are_whole_numbers(layers):
+    refused("layers_to_transform must be >= 0 and whole, got", layers_to_transform=layers)
+
+
 @pytest.mark.parametrize(
     ("fields", "shown"), [({"threshold": 0.5}, "threshold=0.5"), ({"train_threshold": True}, "train_threshold=True")]
 )
@@ -49,14 +66,21 @@ def test_lags_are_positive_whole_numbers(lag):
     refused(f"lags must be >= 1 and whole, got {lag!r}", lags=[4, lag])
 
 
-def test_numbers_of_numpy_are_whole_numbers(tmp_path):
-    config = SparseCodingConfig(lags=list(np.arange(1, 4)), num_contexts=np.int64(3))
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    config = SparseCodingConfig(
+        lags=list(np.arange(1, 4)),
+        num_contexts=np.int64(3),
+        coefficients="thresholded_softmax",
+        threshold=np.float32(0.25),
+        layers_to_transform=list(np.arange(2)),
+    )
     config.save_pretrained(tmp_path)
-    assert SparseCodingConfig.from_pretrained(tmp_path).lags == [1, 2, 3]
+    loaded = SparseCodingConfig.from_pretrained(tmp_path)
+    assert (loaded.lags, loaded.threshold, loaded.layers_to_transform) == ([1, 2, 3], 0.25, [0, 1])
 
 
 def test_lags_are_a_list_of_distinct_numbers_as_many_as_contexts():
-    refused("lags must be a list of whole numbers, got 3", lags=3)
+    refused(r"lags must be a list of whole numbers, got 3 \(int\)", lags=3)
     refused(r"lags must be distinct, got \[1, 2, 1\]", lags=[1, 2, 1])
     refused("num_contexts=3 does not match the 2 lags .* drop num_contexts", lags=[1, 2], num_contexts=3)
 

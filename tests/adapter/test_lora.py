@@ -1,9 +1,12 @@
 """LoRA in the same model: it comes first and sees the lifted outputs; each can be unloaded without the other."""
 
+import warnings
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.utils.error import NoMatchingPeftModuleError
+from transformers import Trainer, TrainingArguments
 
 from hf_sparsecoding import SparseCodingConfig
 from hf_sparsecoding.adapter.layer import SparseCodingAttention
@@ -49,8 +52,10 @@ def assert_close(actual, expected):
 def test_lora_sees_the_lifted_outputs(targets, ids):
     merged_before = adapted(with_lora(targets).merge_and_unload())(ids).logits
     assert_close(with_both(targets)(ids).logits, merged_before)
-    nested = adapted(with_lora(targets))
-    assert_close(nested(ids).logits, merged_before)
+    base = with_lora(targets).get_base_model()
+    torch.manual_seed(1)
+    beside = get_peft_model(base, SparseCodingConfig(init_weights=False), adapter_name="transfer").eval()
+    assert_close(beside(ids).logits, merged_before)
     assert not torch.allclose(merged_before, adapted(tiny_model())(ids).logits, atol=1e-2)
 
 
@@ -132,13 +137,51 @@ def test_both_saved_and_loaded(tmp_path, ids):
     model.add_adapter(lora_config(["q_proj", "o_proj"]), "lora")
     both = adapted(model)
     expected = both(ids).logits
-    both.save_pretrained(tmp_path / "transfer", selected_adapters=["default"])
-    both.unload().save_pretrained(tmp_path / "lora")
+    with pytest.warns(UserWarning, match=r"save it after unload\(\) of the SparseCoding model"):
+        both.save_pretrained(tmp_path / "transfer", selected_adapters=["default"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*after unload")
+        both.unload().save_pretrained(tmp_path / "lora")
 
     model = tiny_model()
     torch.manual_seed(7)  # other numbers than those that must come from the file
     model.load_adapter(tmp_path / "lora", "lora")
     assert torch.equal(PeftModel.from_pretrained(model, tmp_path / "transfer")(ids).logits, expected)
+
+
+def test_an_adapter_that_could_not_be_loaded_again_is_refused():
+    config, lora = SparseCodingConfig(), with_lora(["q_proj"])
+    with pytest.raises(ValueError, match="is a PeftModel already: .* Adapt model.get_base_model"):
+        get_peft_model(lora, config)
+    with pytest.raises(ValueError, match=r"has an adapter 'default' of another PEFT method \(peft.tuners.lora"):
+        get_peft_model(lora.get_base_model(), config)
+    assert count(lora, SparseCodingAttention) == 0
+
+
+def test_training_of_both_goes_on_exactly(tmp_path, ids):
+    def both(seed):
+        model = tiny_model()
+        torch.manual_seed(seed)
+        model.add_adapter(lora_config(["q_proj", "o_proj"]), "lora")
+        return adapted(model, seed=seed, task_type="CAUSAL_LM")
+
+    def train(model, folder, resume=None):
+        arguments = TrainingArguments(
+            str(tmp_path / folder),
+            max_steps=4,
+            save_steps=2,
+            learning_rate=1e-1,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        data = [{"input_ids": row, "labels": row} for row in tokens(8, 9)]
+        Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=resume)
+        return model.eval()(ids).logits
+
+    expected = train(both(3), "whole")
+    resumed = train(both(4), "resumed", str(tmp_path / "whole" / "checkpoint-2"))
+    assert torch.equal(resumed, expected)
 
 
 def test_lora_second_finds_nothing_in_the_attention():
