@@ -133,6 +133,11 @@ class TrainerArguments(TrainingArguments):
         super().__post_init__()
         if self.save_total_limit == 1:
             raise ValueError("save_total_limit must be at least 2: killed while it writes one, a run needs the other")
+        if self.do_eval:  # transformers sets it with eval_strategy
+            raise ValueError(
+                f"eval_strategy={self.eval_strategy.value!r}: nothing is held out to evaluate on while training; "
+                "scripts/evaluate_commonsense.py measures the result"
+            )
         if self.resume_from_checkpoint:
             raise ValueError(f"resume_from_checkpoint={self.resume_from_checkpoint!r}: use --resume, the default")
         check_processes(self.world_size)

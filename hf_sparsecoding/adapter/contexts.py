@@ -134,7 +134,7 @@ def document_age(
     if position_ids is not None and position_ids.ndim == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]
     if position_ids is not None and position_ids.ndim == 2:
-        ages.append(_age_of_positions(position_ids.to(device), past))
+        ages.append(_age_of_positions(position_ids.to(device), past, masked=attention_mask is not None))
         if mask_4d and whole:
             ages.append(_age_of_breaks(attention_mask.to(device)))
     elif mask_4d:
@@ -180,11 +180,15 @@ def _age_of_breaks(mask: Tensor) -> Int[Tensor, "b T"]:
     return index - begin
 
 
-def _age_of_positions(positions: Int[Tensor, "b T"], past: int | Tensor) -> Int[Tensor, "b T"]:
-    """A document starts where the position does not follow the one before: as transformers finds packed documents."""
+def _age_of_positions(positions: Int[Tensor, "b T"], past: int | Tensor, masked: bool = False) -> Int[Tensor, "b T"]:
+    """A document starts where the position does not follow the one before: as transformers finds packed documents.
+
+    Beside a mask transformers does not look for them: positions may then skip ahead within a document.
+    """
     index = torch.arange(positions.shape[1], device=positions.device)
+    steps = positions.diff(dim=1)
     breaks = torch.ones_like(positions, dtype=torch.bool)
-    breaks[:, 1:] = positions.diff(dim=1) != 1
+    breaks[:, 1:] = steps <= 0 if masked else steps != 1
     begin = torch.where(breaks, index, 0).cummax(-1).values
     age = index - begin
     if isinstance(past, int) and past == 0:

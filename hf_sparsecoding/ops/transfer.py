@@ -49,7 +49,7 @@ def transfer_lags(
     if weight is None and target is None:
         return outputs
     full = outputs if history is None else torch.cat([history, outputs], 1)
-    if torch.compiler.is_compiling():  # the compiler fuses this chain by itself
+    if _needs_composition():
         return _transfer_lags_composed(full, outputs, weight, lags, target, age)
     lags = () if weight is None else tuple(lags)
     return _TransferLags.apply(full, weight, target, age, lags, outputs.shape[1])
@@ -83,9 +83,14 @@ def context_sum(
 ) -> Float[Tensor, "B T H D"]:
     """The transferred part alone, `sum_i lambda_i O_{rows[t, i]}`; arguments as in `transfer`."""
     full = outputs if history is None else torch.cat([history, outputs], 1)
-    if torch.compiler.is_compiling():
+    if _needs_composition():
         return _context_sum_composed(full, weight, rows)
     return _ContextSum.apply(full, weight, rows)
+
+
+def _needs_composition() -> bool:
+    """The compiler fuses a chain of operations by itself; torch.func's transforms do not know our own backward."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _scaled(outputs: Tensor, target: Tensor | None) -> Tensor:

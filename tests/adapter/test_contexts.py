@@ -191,6 +191,13 @@ def test_age_by_positions_and_a_4d_mask():
     assert age(5, mask=window, positions=counted) == [[0, 1, 2, 3, 4]]
 
 
+def test_positions_may_skip_ahead_beside_a_mask():
+    """As transformers has it: without a mask such positions are documents of one token, with one they are not."""
+    skipping = torch.tensor([[0, 2, 4, 9, 10, 0, 3]])
+    assert age(7, positions=skipping) == [[0, 0, 0, 0, 1, 0, 0]]
+    assert age(7, mask=torch.ones(1, 7, dtype=torch.long), positions=skipping) == [[0, 1, 2, 3, 4, 0, 1]]
+
+
 def test_age_by_multimodal_positions():
     text = torch.tensor([[0, 1, 0, 1, 2]])
     assert age(5, positions=torch.stack([text, *torch.zeros(3, 1, 5, dtype=torch.long)])) == [[0, 1, 0, 1, 2]]

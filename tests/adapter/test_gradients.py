@@ -4,6 +4,7 @@ import jaxtyping
 import pytest
 import torch
 from peft import get_peft_model, prepare_model_for_kbit_training
+from torch.func import functional_call, grad, vmap
 
 from hf_sparsecoding import SparseCodingConfig
 from hf_sparsecoding.adapter import attention_function
@@ -216,3 +217,23 @@ def test_a_threshold_comes_back_from_below_zero(batch):
         assert threshold.weight.grad.all()
         threshold.weight.data.add_(threshold.weight.grad.abs().sign(), alpha=0.01)  # the way up is open
     assert threshold().min() > 0
+
+
+@pytest.mark.parametrize(
+    "config", [{"target_coefficient": True}, {"contexts": "segments", "segment_token_ids": list(range(3, 20))}]
+)
+def test_functional_transforms(config):
+    """torch.func, as per-sample gradients and influence functions use it."""
+    model, ids = adapted(tiny_model(), **config), tokens(3, 11)
+    numbers = {name: value for name, value in model.named_parameters() if "sparsecoding" in name}
+
+    def loss(numbers, row):
+        inputs = {"input_ids": row[None], "labels": row[None], "use_cache": False}
+        return functional_call(model, numbers, (), inputs).loss
+
+    expected = [torch.autograd.grad(loss(numbers, row), list(numbers.values())) for row in ids]
+    detached = {name: value.detach() for name, value in numbers.items()}
+    actual = vmap(grad(loss), in_dims=(None, 0))(detached, ids)
+    for i, per_row in enumerate(zip(*expected, strict=True)):
+        torch.testing.assert_close(list(actual.values())[i], torch.stack(per_row), rtol=1e-4, atol=1e-5)
+    assert all(value.any() for value in actual.values())

@@ -252,6 +252,7 @@ def test_losses_that_are_not_finite_end_the_run(folders, tmp_path):
         ({"max_length": 9}, r"max_length must leave room for a prompt beside a response of 11 tokens, got 9"),
         ({"dtype": "float64x"}, "dtype must be one of auto, float32"),
         ({"save_total_limit": 1}, "save_total_limit must be at least 2"),
+        ({"eval_strategy": "steps"}, "eval_strategy='steps': nothing is held out to evaluate on"),
         ({"resume_from_checkpoint": "x"}, "resume_from_checkpoint='x': use --resume"),
     ],
 )
