@@ -77,8 +77,9 @@ class SRaven:
     Some problems have a second answer, by other rules that fit as well: see `ambiguous_share`.
 
     Args:
-        features: Numbers M per panel.
-        values: How many values V a feature has; at least 4.
+        features: Numbers M per panel. With 1 there are so few problems that most of "test" occur in a long training,
+            and "ood" is rules that were never seen.
+        values: How many values V a feature has; at least 5 (with fewer, +2 and -2 are the same rule).
         held_out_share: Share of the rule combinations kept for "ood" (a quarter: 82 of 330 with 4 features).
         split_seed: Seed of the shuffle that chooses them.
         permute_features: Shuffle the features of each column.
@@ -93,8 +94,8 @@ class SRaven:
     def __post_init__(self):
         if not 1 <= self.features <= 8:
             raise ValueError(f"features must be between 1 and 8, got {self.features}")
-        if not 4 <= self.values <= 64:
-            raise ValueError(f"values must be between 4 and 64, got {self.values}")
+        if not 5 <= self.values <= 64:
+            raise ValueError(f"values must be between 5 and 64 (with 4, +2 and -2 are one rule), got {self.values}")
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"held_out_share must be between 0 and 1, both excluded, got {self.held_out_share}")
         if self.split_seed < 0:

@@ -250,7 +250,7 @@ def test_loading_a_bare_model_into_one_with_a_head_keeps_its_weights(tmp_path):
         ({"threshold": float("inf")}, "threshold must be >= 0 and finite, got inf"),
         ({"transfer_init": float("nan")}, "transfer_init must be finite, got nan"),
         ({"image_loss": "log_mse"}, "image_loss='log_mse' needs input_type='patches', got 'one_hot'"),
-        ({"num_labels": 7}, "num_labels is num_values for one-hot inputs, got 7 and 5; set num_values"),
+        ({"num_labels": 7}, "num_labels is num_values, got 7 and 5; set num_values"),
         ({"threshold_type": "head"}, "threshold_type='head' needs mixer='sparse_coding', got 'softmax'"),
         ({"transfer_stage": "scores"}, "needs transfer='paper' or 'aligned', got 'none'"),
         ({"input_type": "patches", "image_size": 9}, "multiple of patch_size, got 9 and 4"),
@@ -336,6 +336,32 @@ def test_compiles_as_one_graph(mixer):
         torch.testing.assert_close(compiled(some_inputs()).logits, model(some_inputs()).logits, rtol=1e-4, atol=1e-5)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"mixer": "softmx"}, "mixer must be one of softmax, .*, got 'softmx'"),
+        ({"transfer": "alligned"}, "transfer must be one of none, paper, aligned, got 'alligned'"),
+        ({"threshold": -1.0}, "threshold must be >= 0 and finite, got -1.0"),
+    ],
+)
+def test_overrides_of_a_saved_model_are_checked(tmp_path, override, message):
+    small(mixer="sparse_coding").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        SparseTransformerForTokenClassification.from_pretrained(tmp_path, **override)
+
+
+def test_one_hot_inputs_are_whole_numbers():
+    with pytest.raises(ValueError, match="one-hot inputs are whole numbers, got torch.float32; vectors need"):
+        small()(some_inputs().float())
+
+
+def test_labels_of_continuous_inputs(tmp_path):
+    config = SparseTransformerConfig(input_type="continuous", num_values=3)
+    assert config.num_labels == SparseTransformerForTokenClassification(config).head.out_features == 3
+    config.save_pretrained(tmp_path)
+    assert SparseTransformerConfig.from_pretrained(tmp_path).num_labels == 3
 
 
 def test_bfloat16_survives_saving(tmp_path):

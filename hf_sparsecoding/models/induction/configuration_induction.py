@@ -56,16 +56,23 @@ class InductionConfig(PreTrainedConfig):
         self.threshold, self.score_norm, self.output_norm = threshold, score_norm, output_norm
         self.position_size, self.content_size, self.num_pairs = position_size, content_size, num_pairs
         self.head_dim, self.intermediate_size, self.num_outputs = head_dim, intermediate_size, num_outputs
+        self.check()
+        kwargs.setdefault("num_labels", num_outputs)
+        super().__init__(**kwargs)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: a field has a value that there is none of, or does not go with the others.
+        """
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        if not 0 <= threshold < math.inf:  # nan neither
-            raise ValueError(f"threshold must be >= 0 and finite, got {threshold}")
+        if not 0 <= self.threshold < math.inf:  # nan neither
+            raise ValueError(f"threshold must be >= 0 and finite, got {self.threshold}")
         _check_sizes(
             self, "position_size", "content_size", "num_pairs", "head_dim", "intermediate_size", "num_outputs"
         )
-        kwargs.setdefault("num_labels", num_outputs)
-        super().__init__(**kwargs)
 
     @property
     def token_size(self) -> int:
@@ -94,9 +101,16 @@ class MinimalInductionConfig(PreTrainedConfig):
     ):
         self.content_size, self.label_bias = content_size, label_bias
         self.intermediate_size, self.num_outputs = intermediate_size, num_outputs
-        _check_sizes(self, "content_size", "intermediate_size", "num_outputs")
+        self.check()
         kwargs.setdefault("num_labels", num_outputs)
         super().__init__(**kwargs)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: a field has a value that there is none of, or does not go with the others.
+        """
+        _check_sizes(self, "content_size", "intermediate_size", "num_outputs")
 
 
 def _check_sizes(config: PreTrainedConfig, *names: str) -> None:

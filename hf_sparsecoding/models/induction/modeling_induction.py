@@ -60,6 +60,7 @@ class _Classifier(PreTrainedModel):
     accepts_loss_kwargs = False  # the loss is a mean over the batch: Trainer must scale it by itself
 
     def __init__(self, config: InductionConfig | MinimalInductionConfig, features: int):
+        config.check()  # from_pretrained(..., mixer="linear") sets fields of a finished configuration
         super().__init__(config)
         if config.num_outputs != config.num_labels:
             raise ValueError(

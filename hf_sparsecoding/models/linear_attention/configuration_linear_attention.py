@@ -31,13 +31,20 @@ class LinearAttentionConfig(PreTrainedConfig):
         residual: bool = False,
         **kwargs,
     ):
-        if kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
         self.kind, self.residual = kind, residual
         self.hidden_size, self.sequence_length = hidden_size, sequence_length
         self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
+        self.check()
+        kwargs.setdefault("num_labels", 1)
+        super().__init__(**kwargs)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: a field has a value that there is none of, or does not go with the others.
+        """
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         for name in ("hidden_size", "sequence_length", "num_hidden_layers", "num_attention_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        kwargs.setdefault("num_labels", 1)
-        super().__init__(**kwargs)

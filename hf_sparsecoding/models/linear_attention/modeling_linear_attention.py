@@ -28,6 +28,10 @@ class LinearAttentionPreTrainedModel(PreTrainedModel):
     main_input_name = "inputs"
     supports_gradient_checkpointing = False
 
+    def __init__(self, config: LinearAttentionConfig):
+        config.check()  # from_pretrained(..., kind="linear") sets fields of a finished configuration
+        super().__init__(config)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, SummedHeads):

@@ -92,10 +92,14 @@ class SparseDecoderConfig(PreTrainedConfig):
         self.rope_theta = rope_theta
         self.relative_buckets, self.relative_distance = relative_buckets, relative_distance
         self.norm_epsilon, self.initializer_range = norm_epsilon, initializer_range
-        self._check()
+        self.check()
         super().__init__(**kwargs)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: a field has a value that there is none of, or does not go with the others.
+        """
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")

@@ -135,6 +135,10 @@ class SparseDecoderPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = False
 
+    def __init__(self, config: SparseDecoderConfig):
+        config.check()  # from_pretrained(..., mixer="softmax") sets fields of a finished configuration
+        super().__init__(config)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

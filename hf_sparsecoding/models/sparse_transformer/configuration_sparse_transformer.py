@@ -116,15 +116,16 @@ class SparseTransformerConfig(PreTrainedConfig):
         )
         self.position_bias, self.norm, self.norm_epsilon, self.use_bias = position_bias, norm, norm_epsilon, use_bias
         self.image_loss = image_loss
-        self._check()
-        if input_type == "one_hot" and kwargs.setdefault("num_labels", num_values) != num_values:
-            raise ValueError(
-                f"num_labels is num_values for one-hot inputs, got {kwargs['num_labels']} and {num_values}; set "
-                "num_values"
-            )
+        self.check()
+        if input_type != "patches" and kwargs.setdefault("num_labels", num_values) != num_values:
+            raise ValueError(f"num_labels is num_values, got {kwargs['num_labels']} and {num_values}; set num_values")
         super().__init__(**kwargs)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: a field has a value that there is none of, or does not go with the others.
+        """
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")

@@ -52,6 +52,10 @@ class SparseTransformerPreTrainedModel(PreTrainedModel):
     main_input_name = "inputs"
     supports_gradient_checkpointing = False
 
+    def __init__(self, config: SparseTransformerConfig):
+        config.check()  # from_pretrained(..., mixer="hyla") sets fields of a finished configuration
+        super().__init__(config)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """LeCun-normal matrices, zero biases (the reference's), lambda and xi as configured."""
@@ -95,6 +99,10 @@ class SparseTransformerModel(SparseTransformerPreTrainedModel):
         """Inputs as vectors [B, N, size]: one-hot, as they are, or patch by patch."""
         config = self.config
         if config.input_type == "one_hot":
+            if inputs.is_floating_point():
+                raise ValueError(
+                    f"one-hot inputs are whole numbers, got {inputs.dtype}; vectors need input_type='continuous'"
+                )
             _check_one_hot(inputs, config.num_values)
             # a table with a row of zeros for -1; no branch on data, which compiled and sharded models cannot take
             table = functional.pad(torch.eye(config.num_values, device=inputs.device), (0, 0, 1, 0))
