@@ -37,6 +37,8 @@ from hf_sparsecoding.training.command_line import Loader, near_match, read_mappi
 
 
 TAIL_LINES = 15
+CONFIG_RECORD = "config_file.json"  # in a run's folder: what the --config file said when it was started
+YES, NO = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")  # as HfArgumentParser reads them
 GRACE_SECONDS = 10  # between asking the children to stop and killing them
 
 
@@ -99,26 +101,39 @@ class Job:
                 f"{self.folder} holds results of another command ({shlex.join(recorded or ['unknown'])}); delete the "
                 "folder or choose another output_dir"
             )
-        if changed := self.changed_since(results.load(self.folder / results.FILE)["runs"][0]):
+        run = results.load(self.folder / results.FILE)["runs"][0]
+        if changed := self.changed_since(run) + self.left_out_since():
             raise ValueError(
                 f"{self.folder} holds results from before {', '.join(changed)} changed in the --config file; delete "
                 "the folder or choose another output_dir"
             )
         return True
 
+    @property
+    def flags(self) -> set[str]:
+        return {word.partition("=")[0] for word in self.command}  # a negative value is part of its flag's word
+
+    def config_file(self) -> dict:
+        """What the command's --config file says today."""
+        return read_mapping(self.command[self.command.index("--config") + 1]) if "--config" in self.command else {}
+
+    def left_out_since(self) -> list[str]:
+        """Names that the --config file had when the run was started, and has no more: a default applies today."""
+        record = self.folder / CONFIG_RECORD
+        recorded = json.loads(record.read_text()) if record.is_file() else {}
+        return [name for name in recorded if name not in self.config_file() and f"--{name}" not in self.flags]
+
     def changed_since(self, run: dict) -> list[str]:
         """Settings of an earlier run of this command that its --config file gives other values today."""
-        if "--config" not in self.command:
-            return []
-        values = read_mapping(self.command[self.command.index("--config") + 1])
+        values = self.config_file()
         settings = {**ASSUMED, **run["settings"]}
-        flags = {word.partition("=")[0] for word in self.command}  # a negative value is part of its flag's word
-        used = [name for name in values if name in settings and f"--{name}" not in flags]
+        used = [name for name in values if name in settings and f"--{name}" not in self.flags]
         return [name for name in used if not same(values[name], settings[name])]
 
     def start(self, threads: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         results.write_text(self.folder / "command.json", json.dumps(self.command))
+        results.write_text(self.folder / CONFIG_RECORD, json.dumps(self.config_file(), default=str))
         with self.log.open("a") as log:
             # a session of its own: Ctrl-C reaches only the sweep, which then ends the whole family of each child
             self.process = subprocess.Popen(
@@ -142,6 +157,8 @@ def same(value: object, setting: object) -> bool:
     argument's default, which settings do not name."""
     if isinstance(value, dict | list) and isinstance(setting, str):
         return value == json.loads(setting)
+    if isinstance(value, str) and isinstance(setting, bool):
+        return value.lower() in YES if setting else value.lower() in NO
     if isinstance(value, str) and isinstance(setting, int | float):
         try:
             return float(value) == setting
@@ -174,6 +191,8 @@ def expand(methods: dict[str, dict], grid: dict[str, list | dict]) -> dict[str, 
     for argument, values in grid.items():
         if not isinstance(values, (list, dict)) or not values:
             raise ValueError(f"grid must give a list or mapping of values for {argument}, got {values!r}")
+        if len({str(value) for value in values}) < len(values):
+            raise ValueError(f"grid gives a value of {argument} twice: {values!r}")
         for value, needed in values.items() if isinstance(values, dict) else ():
             if not isinstance(needed, dict | None):
                 raise ValueError(
@@ -278,6 +297,12 @@ def gather(sweep: Sweep, jobs: list[Job], path: Path, earlier: dict[str, dict]) 
     if not parts:
         return None
     order = list(sweep.methods)
+    for part in parts:
+        if unknown := [run["method"] for run in part["runs"] if run["method"] not in order]:
+            raise ValueError(
+                f"{sweep.command} wrote results of the method {unknown[0]!r}, which --method did not ask for; "
+                f"asked for were {', '.join(order)}"
+            )
     merged = results.merge(sweep.experiment, parts, results.command_line().replace(" --gather_only", ""))
     merged["runs"].sort(key=lambda run: (order.index(run["method"]), run["seed"]))
     for runs in results.by_method(merged).values():

@@ -28,7 +28,7 @@ if "--sleep" in arguments:
     (folder / "pid").write_text(str(os.getpid()))
     time.sleep(float(arguments["--sleep"]))
 run = {"method": arguments["--method"], "seed": int(arguments["--seed"]), "trainable_parameters": 3, "samples": 5,
-       "settings": {"rate": 0.001, "options": '{"k": 2}', "value": float(arguments["--value"])},
+       "settings": {"plain": False, "rate": 0.001, "options": '{"k": 2}', "value": float(arguments["--value"])},
        "metrics": {"score": float(arguments["--value"]) + int(arguments["--seed"]), "score_detail": 1}}
 results = {"experiment": "x", "command": "python " + " ".join(sys.argv), "date": "2026-01-01", "machine": "m",
            "versions": {"torch": "1"}, "runs": [run]}
@@ -116,13 +116,17 @@ def test_runs_of_an_earlier_file_are_kept(config, tmp_path):
 def test_runs_from_before_the_config_changed_are_not_kept(config, capsys):
     """The command names the --config file, not what is in it."""
     sheet = Path("rates.yaml")
-    sheet.write_text("rate: 1e-3\noptions: {k: 2}\nvalue: 7\nnot_in_settings: 1\n")  # value is a flag: overridden
+    # value is a flag: overridden
+    sheet.write_text("rate: 1e-3\noptions: {k: 2}\nplain: no\nvalue: 7\nnot_in_settings: 1\n")
     argv = [config(common={"value": 1, "config": "rates.yaml"}), "--results", "gathered.json"]
     assert sweep.main(argv) == 0
     assert sweep.main(argv) == 0
     assert "4 runs, 4 of them finished before" in capsys.readouterr().out
-    sheet.write_text("rate: 2e-3\noptions: {k: 3}\n")
-    with pytest.raises(ValueError, match=r"results from before rate, options changed in the --config file; delete"):
+    sheet.write_text(sheet.read_text().replace("options: {k: 2}\n", ""))  # a default applies now
+    with pytest.raises(ValueError, match=r"results from before options changed in the --config file; delete"):
+        sweep.main(argv)
+    sheet.write_text("rate: 2e-3\noptions: {k: 3}\nplain: yes\nvalue: 7\nnot_in_settings: 1\n")
+    with pytest.raises(ValueError, match=r"from before rate, options, plain changed in the --config file; delete"):
         sweep.main(argv)
     shutil.rmtree("out")
     assert sweep.main(argv) == 0
@@ -245,6 +249,7 @@ def test_signals_end_the_children(config, sign):
         ({"seeds": [0, 0]}, r"each once, got \[0, 0\]"),
         ({"grid": [1]}, r"grid must be a dict, got \[1\]"),
         ({"grid": {"value": 3}}, "grid must give a list or mapping of values for value, got 3"),
+        ({"grid": {"value": [0.1, "0.1"]}}, r"grid gives a value of value twice: \[0.1, '0.1'\]"),
         ({"grid": {"kind": {"top": 8}}}, "the further arguments of kind=top as a mapping, got 8"),
         (
             {"grid": {"size": [1], "kind": {"top": {"size": 2}}}},
@@ -269,6 +274,14 @@ def test_overrides_may_be_given_one_by_one(config, monkeypatch):
     with pytest.raises(SystemExit):
         sweep.main([config(), "--set", "a=1", "b=2", "--set", "c=3"])
     assert seen == [["a=1", "b=2", "c=3"]]
+
+
+def test_results_of_a_method_that_was_not_asked_for(config):
+    argv = [config(seeds=[0])]
+    script = Path("script.py")
+    script.write_text(script.read_text().replace('"method": arguments["--method"]', '"method": "mine"'))
+    with pytest.raises(ValueError, match=r"script\.py wrote results of the method 'mine', which --method did not ask for"):
+        sweep.main(argv)
 
 
 def test_bad_override(config):
