@@ -209,6 +209,8 @@ def attention(arguments: argparse.Namespace) -> Path:
 
 def landscape(arguments: argparse.Namespace) -> Path:
     pairs, labels = arguments.pairs, arguments.labels
+    if arguments.steps < 1:
+        raise ValueError(f"--steps must be at least 1, got {arguments.steps}")
     descent = descend([pairs], [labels], arguments.steps)
     path = descent.parameters[:, :, 0]
     low, high = path[:, 1:].min(0) - 1, path[:, 1:].max(0) + 1

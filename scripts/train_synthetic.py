@@ -18,10 +18,14 @@ import torch
 from accelerate.utils import set_seed
 
 from hf_sparsecoding.evaluation.images import check_measurable
+from hf_sparsecoding.models import SparseTransformerConfig
 from hf_sparsecoding.training import TrainingArguments, make_accelerator, train
 from hf_sparsecoding.training.command_line import near_match, parse
 from hf_sparsecoding.training.runs import make_run, write_run
 from hf_sparsecoding.training.synthetic import TASKS, TrainingData, evaluate, make_model, make_task
+
+
+LARGEST_SCORES = 100  # GiB of one layer's scores; training holds more than one such array
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class SyntheticArguments:
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """Fields of SparseTransformerConfig; the sizes that the task decides are left out."""
+    """Fields of SparseTransformerConfig, without those that the task decides, norm_epsilon and fused_attention."""
 
     mixer: str = field(default="softmax", metadata={"help": "softmax, sparse_coding, hyla, linear"})
     transfer: str = field(default="none", metadata={"help": "none, paper, aligned"})
@@ -95,6 +99,17 @@ def check_threshold_warmup(
         )
 
 
+def check_scores(config: SparseTransformerConfig, batch_size: int) -> None:
+    """Refuse a model whose scores no machine holds: pictures in small patches are very many tokens."""
+    tokens = config.sequence_length
+    size = 4 * batch_size * config.num_attention_heads * tokens**2 / 2**30
+    if size > LARGEST_SCORES:
+        raise ValueError(
+            f"{tokens:,} tokens in batches of {batch_size} make {size:,.0f} GiB of scores in every layer; take larger "
+            "patches (--patch_size), smaller pictures (--task_options '{\"size\": ...}') or smaller batches"
+        )
+
+
 def mean_loss(model: torch.nn.Module, batch: dict, arguments: SyntheticArguments) -> torch.Tensor:
     scale = min(1.0, batch["step"] / arguments.threshold_warmup) if arguments.threshold_warmup else 1.0
     return model(batch["inputs"], labels=batch["labels"], threshold_scale=scale).loss
@@ -118,6 +133,7 @@ def run(arguments: SyntheticArguments, model_arguments: ModelArguments, training
         seed=arguments.eval_seed,
     )
     check_threshold_warmup(arguments, model_arguments, training)
+    check_scores(model.config, training.micro_batch_size(accelerator.num_processes))
     settings = {**asdict(arguments), **asdict(model_arguments), **training.identity()}
     for name in ("method", "experiment"):
         del settings[name]

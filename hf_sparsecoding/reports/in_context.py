@@ -46,7 +46,11 @@ def settings_map(
 ) -> tuple[list[float], list[float], Float[np.ndarray, "y x"]]:
     """(values of setting x, values of setting y, means of the metric over seeds: nan where there is no run)."""
     rows = sorted({setting_of(run, y) for run in runs})
-    found = [against_setting([run for run in runs if run["settings"][y] == row], x, metric) for row in rows]
+    with_metric = [run for run in runs if run["metrics"].get(metric) is not None]
+    if not with_metric:
+        raise ValueError(unknown_metric(runs, metric))
+    parts = [[run for run in with_metric if run["settings"][y] == row] for row in rows]
+    found = [against_setting(part, x, metric) if part else [] for part in parts]
     columns = sorted({point.x for points in found for point in points})
     means = np.full((len(rows), len(columns)), np.nan)
     for row, points in zip(means, found, strict=True):
@@ -84,7 +88,12 @@ def setting_picture(runs: Sequence[dict], setting: str, metrics: Sequence[str], 
 
 def history_of_metric(runs: Sequence[dict], metric: str) -> list[Point]:
     """A metric in the course of training, over the seeds of one method, against the step."""
-    values = [(entry["step"], run["seed"], entry.get(metric)) for run in runs for entry in run.get("history", [])]
+    values = []
+    for run in runs:
+        for entry in run.get("history", []):
+            if "step" not in entry:
+                raise ValueError(f"an entry of the history of {name_of(run)} has no step: {entry}")
+            values.append((entry["step"], run["seed"], entry.get(metric)))
     return over_seeds([value for value in values if value[-1] is not None], name_of(runs[0]))
 
 

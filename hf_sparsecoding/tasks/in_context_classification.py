@@ -4,6 +4,7 @@ n sequences, K classes, L labels, N pairs of an item and its label, B burstiness
 T = 2 N + 1 tokens, P = 2 max_pairs + 1 positions, D numbers of content. Source: arXiv 2312.03002.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
@@ -88,7 +89,9 @@ class InContextClassification:
         for name in ("classes", "labels", "pairs", "content_size", "max_pairs"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("noise", "zipf_exponent"):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
+            self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0 and finite")  # nan neither
+        smallest = float(self.classes) ** -self.zipf_exponent
+        self._require("zipf_exponent", smallest > 0, f"so small that all of {self.classes} classes occur")
         for name in ("bursty_share", "novel_share"):
             self._require(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
         self._require("classes", self.classes % self.labels == 0, f"a multiple of labels ({self.labels})")

@@ -3,6 +3,7 @@
 n problems, N examples per problem, d features.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -57,12 +58,14 @@ class RidgeRegression:
         for name in ("num_features", "num_examples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.noise >= 0:  # nan neither
-            raise ValueError(f"noise must be >= 0, got {self.noise}")
+        if not 0 <= self.noise < math.inf:  # nan neither
+            raise ValueError(f"noise must be >= 0 and finite, got {self.noise}")
+        if not math.isfinite(self.prior_mean):
+            raise ValueError(f"prior_mean must be finite, got {self.prior_mean}")
         if self.penalty is None:
             object.__setattr__(self, "penalty", self.num_features * self.noise**2)
-        if not self.penalty >= 0:
-            raise ValueError(f"penalty must be >= 0, got {self.penalty}")
+        if not 0 <= self.penalty < math.inf:
+            raise ValueError(f"penalty must be >= 0 and finite, got {self.penalty}")
         if self.penalty == 0 and self.num_examples < self.num_features:
             raise ValueError(
                 f"penalty must be above 0 with fewer examples ({self.num_examples}) than features "

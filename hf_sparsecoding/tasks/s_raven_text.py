@@ -118,6 +118,8 @@ class SRavenText:
             )
         if self.rows < 2:
             raise ValueError(f"rows must be at least 2, got {self.rows}")
+        if self.split_seed < 0:
+            raise ValueError(f"split_seed must be at least 0, got {self.split_seed}")
         if not isinstance(self.rules, list | tuple):
             raise ValueError(f"rules must be distinct names out of {RULES}, got {self.rules!r}")
         object.__setattr__(self, "rules", tuple(self.rules))

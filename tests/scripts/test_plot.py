@@ -260,6 +260,7 @@ def test_methods_that_occur_twice_are_told_apart_by_seed(tmp_path, monkeypatch):
         (["history", "{folder}/results.json", "--output", "x.png"], "no run has the metric 'iw'"),
         (["settings", "{folder}/results.json", "--x", "width", "--output", "x.png"], "hold no number 'width'"),
         (["attention", "{folder}", "--step", "1", "--output", "x.png"], "holds no run of in-context classification"),
+        (["nested_logits", "--steps", "0", "--output", "x.png"], "--steps must be at least 1, got 0"),
         (["nested_logits", "--pairs", "8", "--labels", "4", "--output", "x.png"], "labels >= pairs, got [8] and [4]"),
         (["samples", "{folder}/results.json"], "required: --output"),
     ],

@@ -280,7 +280,7 @@ def test_results_of_a_method_that_was_not_asked_for(config):
     argv = [config(seeds=[0])]
     script = Path("script.py")
     script.write_text(script.read_text().replace('"method": arguments["--method"]', '"method": "mine"'))
-    with pytest.raises(ValueError, match=r"script\.py wrote results of the method 'mine', which --method did not ask for"):
+    with pytest.raises(ValueError, match=r"script\.py wrote results of the method 'mine', which --method did not"):
         sweep.main(argv)
 
 

@@ -194,6 +194,10 @@ def test_accuracy_is_told_apart_by_rule(monkeypatch):
         ({"task_options": '{"held_out_share": 1}'}, "held_out_share must be between 0 and 1, both excluded, got 1"),
         ({"task_options": '{"split_seed": -1}'}, "split_seed must be at least 0, got -1"),
         ({**IMAGES, "task_options": '{"shapes": 3}'}, "shapes must be two whole numbers, fewest and most, got 3"),
+        (
+            {"task": "raven", "task_options": "{}", "batch_size": 16, "num_attention_heads": 16},
+            "14,400 tokens in batches of 16 make 198 GiB of scores in every layer; take larger patches",
+        ),
         ({"image_loss": "log_mse"}, "image_loss='log_mse' needs input_type='patches', got 'one_hot'"),
         ({"eval_items": 0}, "eval_items must be at least 1, got 0"),
         ({"train_items": -1}, "train_items must be at least 0, got -1"),

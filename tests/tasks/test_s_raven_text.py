@@ -201,6 +201,7 @@ def test_ambiguity_falls_with_more_rows():
         ({"base": 3}, "base must be between 4 and 10, got 3"),
         ({"base": 11}, "base must be between 4 and 10, got 11; a longer alphabet"),
         ({"rows": 1}, "rows must be at least 2, got 1"),
+        ({"split_seed": -1}, "split_seed must be at least 0, got -1"),
         ({"rules": ("multiplication",)}, "rules must be distinct names"),
         ({"rules": ()}, "rules must be distinct names"),
         ({"orientation": "diagonal"}, "orientation must be 'rows' or 'columns', got 'diagonal'"),

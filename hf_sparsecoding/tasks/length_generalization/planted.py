@@ -63,7 +63,7 @@ class PlantedCorrelations(SequenceTask):
     separator: ClassVar[str] = " "
 
     def __post_init__(self):
-        for name, fewest in (("k", 1), ("values", 2), ("labels", 2)):
+        for name, fewest in (("k", 1), ("values", 2), ("labels", 2), ("rule_seed", 0)):
             if getattr(self, name) < fewest:
                 raise ValueError(f"{name} must be at least {fewest}, got {getattr(self, name)}")
         if self.values**self.k > MOST_TUPLES:
@@ -79,6 +79,8 @@ class PlantedCorrelations(SequenceTask):
             if len(self.token_law) != self.values**self.k:
                 raise ValueError(f"token_law must have values^k = {self.values**self.k} entries, got {self.token_law}")
         if isinstance(self.rule, str) and self.rule not in RULES:
+            raise ValueError(f"rule must be one of {RULES}, a table or a function, got {self.rule!r}")
+        if not isinstance(self.rule, str | Sequence | np.ndarray) and not callable(self.rule):
             raise ValueError(f"rule must be one of {RULES}, a table or a function, got {self.rule!r}")
         if not isinstance(self.rule, str) and not callable(self.rule):
             object.__setattr__(self, "rule", tuple(self.rule))

@@ -100,7 +100,7 @@ def ink(images: UInt8[np.ndarray, "*batch 160 160"], size: int = SIDE) -> Float3
 
 
 def check_size(size: int) -> None:
-    if not (1 <= size <= SIDE and SIDE % size == 0):
+    if type(size) is not int or not (1 <= size <= SIDE and SIDE % size == 0):
         raise ValueError(f"size must divide {SIDE}, such as 20, 32, 40, 80 or 160, got {size}")
 
 

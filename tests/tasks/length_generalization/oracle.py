@@ -64,6 +64,8 @@ def check_checker(task: SequenceTask, examples: dict[str, np.ndarray]) -> None:
         assert task.is_correct([*right, 3, 4], row)
         assert not task.is_correct(right[:-1], row)
         assert not task.is_correct([], row)
+        assert not task.is_correct([right[0] - len(task.vocabulary), *right[1:]], row)
+        assert not task.is_correct([len(task.vocabulary), *right[1:]], row)  # models may have more outputs
         assert not task.is_correct([*right[:-1], right[-2], right[-1]], row)
         for place in range(len(right)):
             other = 3 + (right[place] - 2) % (len(task.vocabulary) - 3)

@@ -150,6 +150,8 @@ def test_the_checker(k):
         ({"filler": (1.5, -0.5)}, "filler must be probabilities"),
         ({"k": 1, "token_law": (float("nan"), 1.0)}, "token_law must be probabilities"),
         ({"k": 2, "token_law": (0.5, 0.5)}, r"token_law must have values\^k = 4 entries, got \(0.5, 0.5\)"),
+        ({"rule": 3}, "rule must be one of .*, a table or a function, got 3"),
+        ({"rule": "random", "rule_seed": -1}, "rule_seed must be at least 0, got -1"),
         ({"rule": "product"}, "rule must be one of .*, a table or a function, got 'product'"),
         ({"k": 1, "rule": (0, 1, 1)}, r"rule must give values\^k = 2 labels from 0 to 1, got shape \(3,\)"),
         ({"k": 1, "rule": (0, 2)}, r"labels from 0 to 1, got shape \(2,\) with values \[0 2\]"),
