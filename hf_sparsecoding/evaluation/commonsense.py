@@ -51,6 +51,8 @@ def cloze(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     question, texts = record["question"], record["options"].values()
     if record["task"] == "winogrande":
         before, _, after = question.partition("_")
+        if not after.strip():  # the options themselves are all that can be scored
+            return [(before.rstrip(), f" {text}") for text in texts]
         return [(before + text, after) for text in texts]
     context = question if record["task"] == "hellaswag" else f"Question: {question}\nAnswer:"
     return [(context, f" {text}") for text in texts]

@@ -100,6 +100,8 @@ def test_likelihoods_equal_a_direct_computation(task):
 def test_cloze():
     record = {"task": "winogrande", "question": "Ann saw _ run.", "options": {"option1": "Eve", "option2": "Al"}}
     assert cloze(record) == [("Ann saw Eve", " run."), ("Ann saw Al", " run.")]
+    record = {"task": "winogrande", "question": "The winner was _", "options": {"option1": "Ann", "option2": "Al"}}
+    assert cloze(record) == [("The winner was", " Ann"), ("The winner was", " Al")]
     record = {"task": "hellaswag", "question": "Rowing: A man", "options": {"ending1": "rows."}}
     assert cloze(record) == [("Rowing: A man", " rows.")]
     record = {"task": "piqa", "question": "Dry a cup.", "options": {"solution1": "Use a towel."}}

@@ -88,8 +88,19 @@ def test_keys_needed():
 
 
 def test_concentration_is_where_the_response_is_predicted():
-    _, metrics = evaluate()
-    assert 1 <= metrics["concentration"] <= 10
+    model, metrics = evaluate()
+    expected = []
+    for start in range(0, 20, 8):
+        examples = TASK.examples_of_length(2, start, min(8, 20 - start), "test", 0)
+        tokens, ids = (torch.from_numpy(examples[name]) for name in ("inputs", "position_ids"))
+        with torch.no_grad():
+            (alpha,) = model(tokens, ids, output_attentions=True).attentions
+        first = int(examples["response_start"][0])  # a token is predicted from the one before
+        for row in alpha[:, :, first - 1 : tokens.shape[1] - 1]:
+            sizes = row.abs().sort(-1, descending=True).values
+            kept = (sizes.cumsum(-1) < 0.9 * sizes.sum(-1, keepdim=True)).sum(-1) + 1
+            expected.append(kept.double().mean().item())
+    assert metrics["concentration"] == pytest.approx(sum(expected) / len(expected))
 
 
 def test_shares_of_zeros():

@@ -55,6 +55,9 @@ def test_maps_are_blank_where_nothing_was_measured():
     columns, rows, means = settings_map(GRID, "classes", "burstiness", "ic")
     assert (columns, rows) == ([8, 64], [1, 2])
     np.testing.assert_allclose(means, [[np.nan, 0.3], [0.1, 0.9]])
+    _, rows, means = settings_map([*GRID, cell(8, 4, 0, None)], "classes", "burstiness", "ic")
+    assert rows == [1, 2, 4]
+    np.testing.assert_allclose(means, [[np.nan, 0.3], [0.1, 0.9], [np.nan, np.nan]])
 
 
 def test_drawn_maps(figures):
@@ -109,6 +112,9 @@ def test_drawn_histories(figures):
     assert axes[1, 1].get_ylim()[1] > 1.2
     with pytest.raises(ValueError, match="method 'a': no run has the metric 'cla'; known: .*ic, loss"):
         history_picture(runs, [["cla"]], "")
+    runs[0]["history"][1].pop("step")
+    with pytest.raises(ValueError, match=r"an entry of the history of 'a' \(seed 0\) has no step: {'samples': 20"):
+        history_picture(runs, [["ic"]], "")
 
 
 def test_token_names():

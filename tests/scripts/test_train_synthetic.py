@@ -104,7 +104,11 @@ def test_resumed_run_equals_a_whole_one(tmp_path, monkeypatch):
     assert cut == whole
 
 
-@pytest.mark.parametrize("options", [{}, {**IMAGES, "train_items": 24}], ids=["s_raven", "compositional_images"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {**IMAGES, "train_items": 24}, {"mixer": "sparse_coding", "eval_batch_size": 256}],
+    ids=["s_raven", "compositional_images", "shares of zeros of one batch, which one process has"],
+)
 def test_two_processes_give_the_result_of_one(tmp_path, options):
     options = {"transfer": "aligned", "eval_batch_size": 3, **options}
     run_distributed(lambda: train_synthetic.main(flags(tmp_path / "two", **options)))

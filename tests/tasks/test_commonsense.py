@@ -118,7 +118,7 @@ def test_sizes_are_checked(tmp_path, caplog):
 
 
 def test_hub(monkeypatch):
-    """Which parts of which data sets are asked for; WinoGrande's six sizes complete the 170,420 records."""
+    """Which parts of which data sets are asked for: the mixture has all six sizes of WinoGrande."""
     asked = []
 
     def load_dataset(name, part, split):

@@ -150,9 +150,11 @@ def test_dataset_and_stream():
     [
         ({"num_features": 0}, "num_features must be at least 1, got 0"),
         ({"num_examples": -2}, "num_examples must be at least 1, got -2"),
-        ({"noise": -0.1}, "noise must be >= 0, got -0.1"),
-        ({"noise": float("nan")}, "noise must be >= 0, got nan"),
-        ({"penalty": -1.0}, "penalty must be >= 0, got -1.0"),
+        ({"noise": -0.1}, "noise must be >= 0 and finite, got -0.1"),
+        ({"noise": float("nan")}, "noise must be >= 0 and finite, got nan"),
+        ({"noise": float("inf")}, "noise must be >= 0 and finite, got inf"),
+        ({"prior_mean": float("nan")}, "prior_mean must be finite, got nan"),
+        ({"penalty": -1.0}, "penalty must be >= 0 and finite, got -1.0"),
         ({"noise": 0, "num_examples": 3}, r"above 0 with fewer examples \(3\) than features \(4\)"),
     ],
 )

@@ -61,7 +61,7 @@ def test_choices_stay_in_range(configuration):
 
 @every_configuration
 def test_the_solver_finds_the_answer(configuration):
-    ambiguous = several = 0
+    ambiguous = 0
     for problem in problems(configuration):
         # All but the contexts is hidden from the solver.
         blank = replace(problem, panels=(*problem.panels[:8], None), rules=(), uniform=(), choices=(), target=-1)
@@ -69,9 +69,7 @@ def test_the_solver_finds_the_answer(configuration):
         assert solution.accepts(problem.answer)
         accepted = sum(solution.accepts(choice) for choice in problem.choices)
         assert accepted == 1 or solution.ambiguous
-        several += accepted > 1
         ambiguous += solution.ambiguous
-    assert several <= ambiguous
     assert ambiguous / N < 0.1
 
 

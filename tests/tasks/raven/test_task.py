@@ -108,6 +108,7 @@ def test_a_task_can_be_pickled():
     [
         (lambda: Raven("centre"), "configuration must be one of .*'center'.* got 'centre'"),
         (lambda: Raven(size=50), "size must divide 160, such as 20, 32, 40, 80 or 160, got 50"),
+        (lambda: Raven(size=80.0), "size must divide 160.* got 80.0"),
         (lambda: Raven(size=0), "size must divide 160.* got 0"),
         (lambda: Raven().generate(-1, "train", 0), "number of problems must be >= 0, got -1"),
         (lambda: Raven().generate(0, "val", 0), "split must be one of .*'validation'.* got 'val'"),
