@@ -221,6 +221,17 @@ class Bookkeeping(TrainerCallback):
             results.write_text(folder / checkpoints.INDEX, json.dumps(index, indent=2))
 
 
+def check_folder(output: Path, save_total_limit: int | None) -> None:
+    """Trainer deletes the oldest of the folders whose names begin with checkpoint-, whatever follows."""
+    if save_total_limit is not None:
+        for path in sorted(output.glob("checkpoint-*")):
+            if path.is_dir() and path not in saved_checkpoints(output):
+                raise ValueError(
+                    f"{path} is no checkpoint of this script, and Trainer would delete it as an old one: rename it "
+                    "or choose another output_dir"
+                )
+
+
 def saved_checkpoints(output: Path) -> list[Path]:
     """The folders that Trainer named by their steps, the newest first; what else begins alike is the user's."""
     steps = {path: path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*") if path.is_dir()}
@@ -274,6 +285,7 @@ def finetune(arguments: FineTuneArguments, training: TrainerArguments) -> dict:
         print(f"test questions that are also trained on: {duplicates or 'no test set here'}")
     identity = run_identity(arguments, training, config, records)
     output = Path(training.output_dir)
+    check_folder(output, training.save_total_limit)
     if not arguments.resume:
         remove_checkpoints(output)
     checkpoint = newest_checkpoint(output, identity)

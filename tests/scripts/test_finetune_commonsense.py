@@ -125,9 +125,13 @@ def test_killed_run_resumes_exactly(folders, whole, tmp_path, caplog):
         ValueError, match=r"cannot resume .*: learning_rate \(checkpoint: 0.05, now: 0.1\).*--no_resume"
     ):
         script.main(flags(folders, tmp_path, learning_rate=0.1))
-    (tmp_path / "checkpoint-best").mkdir()
+    own = tmp_path / "checkpoint-best"
+    own.mkdir()
+    with pytest.raises(ValueError, match="checkpoint-best is no checkpoint of this script, and Trainer would delete"):
+        script.main([*flags(folders, tmp_path, learning_rate=0.1), "--no_resume"])
+    own.rename(tmp_path / "best")
     script.main([*flags(folders, tmp_path, learning_rate=0.1), "--no_resume"])
-    assert (tmp_path / "checkpoint-best").is_dir()  # not Trainer's
+    assert (tmp_path / "best").is_dir()
     assert losses(tmp_path) != losses(whole)
 
 

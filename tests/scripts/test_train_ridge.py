@@ -126,7 +126,7 @@ def test_two_processes_give_the_result_of_one(tmp_path):
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
         ({"eval_items": 0}, "eval_items must be at least 1, got 0"),
         ({"eval_seed": -1}, "eval_seed must be at least 0, got -1"),
-        ({"noise": -1}, "noise must be >= 0, got -1"),
+        ({"noise": -1}, "noise must be >= 0 and finite, got -1"),
     ],
 )
 def test_bad_input_is_found_before_training(tmp_path, monkeypatch, changes, message):
