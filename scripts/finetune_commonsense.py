@@ -223,13 +223,12 @@ class Bookkeeping(TrainerCallback):
 
 def check_folder(output: Path, save_total_limit: int | None) -> None:
     """Trainer deletes the oldest of the folders whose names begin with checkpoint-, whatever follows."""
-    if save_total_limit is not None:
-        for path in sorted(output.glob("checkpoint-*")):
-            if path.is_dir() and path not in saved_checkpoints(output):
-                raise ValueError(
-                    f"{path} is no checkpoint of this script, and Trainer would delete it as an old one: rename it "
-                    "or choose another output_dir"
-                )
+    own = {path for path in output.glob("checkpoint-*") if path.is_dir()} - set(saved_checkpoints(output))
+    if own and save_total_limit is not None:
+        raise ValueError(
+            f"{min(own)} is no checkpoint of this script, and Trainer would delete it as an old one: rename it or "
+            "choose another output_dir"
+        )
 
 
 def saved_checkpoints(output: Path) -> list[Path]:

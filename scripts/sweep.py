@@ -30,6 +30,7 @@ from itertools import product
 from pathlib import Path
 
 import yaml
+from transformers.hf_argparser import string_to_bool
 
 from hf_sparsecoding.reports import results, tables
 from hf_sparsecoding.training.arguments import ASSUMED
@@ -38,7 +39,6 @@ from hf_sparsecoding.training.command_line import Loader, near_match, read_mappi
 
 TAIL_LINES = 15
 CONFIG_RECORD = "config_file.json"  # in a run's folder: what the --config file said when it was started
-YES, NO = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")  # as HfArgumentParser reads them
 GRACE_SECONDS = 10  # between asking the children to stop and killing them
 
 
@@ -121,7 +121,8 @@ class Job:
         """Names that the --config file had when the run was started, and has no more: a default applies today."""
         record = self.folder / CONFIG_RECORD
         recorded = json.loads(record.read_text()) if record.is_file() else {}
-        return [name for name in recorded if name not in self.config_file() and f"--{name}" not in self.flags]
+        values = self.config_file()
+        return [name for name in recorded if name not in values and f"--{name}" not in self.flags]
 
     def changed_since(self, run: dict) -> list[str]:
         """Settings of an earlier run of this command that its --config file gives other values today."""
@@ -157,12 +158,11 @@ def same(value: object, setting: object) -> bool:
     argument's default, which settings do not name."""
     if isinstance(value, dict | list) and isinstance(setting, str):
         return value == json.loads(setting)
-    if isinstance(value, str) and isinstance(setting, bool):
-        return value.lower() in YES if setting else value.lower() in NO
     if isinstance(value, str) and isinstance(setting, int | float):
+        read = string_to_bool if isinstance(setting, bool) else float
         try:
-            return float(value) == setting
-        except ValueError:
+            return read(value) == setting
+        except (ValueError, argparse.ArgumentTypeError):
             return False
     return value is None or value == setting
 

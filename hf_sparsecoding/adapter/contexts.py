@@ -180,7 +180,7 @@ def _age_of_breaks(mask: Tensor) -> Int[Tensor, "b T"]:
     return index - begin
 
 
-def _age_of_positions(positions: Int[Tensor, "b T"], past: int | Tensor, masked: bool = False) -> Int[Tensor, "b T"]:
+def _age_of_positions(positions: Int[Tensor, "b T"], past: int | Tensor, *, masked: bool) -> Int[Tensor, "b T"]:
     """A document starts where the position does not follow the one before: as transformers finds packed documents.
 
     Beside a mask transformers does not look for them: positions may then skip ahead within a document.

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from peft import PeftConfig, PeftModel
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -49,16 +49,12 @@ class SparseCodingModel(BaseTuner):
                 'model.get_base_model() instead, which keeps the methods that are in it, with adapter_name="transfer" '
                 "or another name that they do not have"
             )
-        for other in model.modules():
-            if (
-                isinstance(other, BaseTunerLayer)
-                and not isinstance(other, SparseCodingAttention)
-                and adapter_name in other._get_available_adapters()
-            ):
-                raise ValueError(
-                    f"the model has an adapter {adapter_name!r} of another PEFT method ({type(other).__module__}); "
-                    "give this one another adapter_name"
-                )
+        other = getattr(model, "peft_config", {}).get(adapter_name)
+        if other is not None and not isinstance(other, SparseCodingConfig):
+            raise ValueError(
+                f"the model has an adapter {adapter_name!r} of another PEFT method ({other.peft_type.value}); "
+                "give this one another adapter_name"
+            )
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     def _prepare_adapter_config(self, peft_config: SparseCodingConfig, model_config: dict) -> PeftConfig:

@@ -279,9 +279,3 @@ def test_nested_logits_equal_their_formula():
 def test_nested_logits_refuse(pairs, labels):
     with pytest.raises(ValueError, match="need settings of pairs >= 2 and labels >= pairs"):
         descend(pairs, labels, steps=1)
-
-
-def test_overrides_of_a_saved_model_are_checked(tmp_path):
-    network().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="mixer must be one of .*, got 'softmx'"):
-        AutoModelForSequenceClassification.from_pretrained(tmp_path, mixer="softmx")

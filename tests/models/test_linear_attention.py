@@ -201,9 +201,3 @@ def test_inputs_that_do_not_fit():
             model_of(kind)(torch.zeros(2, 7, 3))
     with pytest.raises(ValueError, match=r"labels must have shape \(2,\), got \(2, 1\)"):
         model_of()(torch.zeros(2, 6, 3), labels=torch.zeros(2, 1))
-
-
-def test_overrides_of_a_saved_model_are_checked(tmp_path):
-    LinearAttentionForRegression(LinearAttentionConfig()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="kind must be one of .*, got 'extendd'"):
-        LinearAttentionForRegression.from_pretrained(tmp_path, kind="extendd")

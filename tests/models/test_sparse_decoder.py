@@ -361,9 +361,3 @@ def test_row_norm_does_not_depend_on_keys_without_a_score():
     alpha = model.model.layers[0].attention.coefficients(scores, layout)[0, 0]
     expected = torch.tensor([0.35, -0.55, 0.0, 0.0], dtype=torch.float64).expand(3, 4)
     torch.testing.assert_close(alpha[1:], expected, atol=1e-6, rtol=0)
-
-
-def test_overrides_of_a_saved_model_are_checked(tmp_path):
-    make_model().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="mixer must be one of .*, got 'softmx'"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, mixer="softmx")

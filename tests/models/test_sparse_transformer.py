@@ -338,30 +338,9 @@ def test_compiles_as_one_graph(mixer):
         jaxtyping.config.update("jaxtyping_disable", False)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ({"mixer": "softmx"}, "mixer must be one of softmax, .*, got 'softmx'"),
-        ({"transfer": "alligned"}, "transfer must be one of none, paper, aligned, got 'alligned'"),
-        ({"threshold": -1.0}, "threshold must be >= 0 and finite, got -1.0"),
-    ],
-)
-def test_overrides_of_a_saved_model_are_checked(tmp_path, override, message):
-    small(mixer="sparse_coding").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        SparseTransformerForTokenClassification.from_pretrained(tmp_path, **override)
-
-
 def test_one_hot_inputs_are_whole_numbers():
     with pytest.raises(ValueError, match="one-hot inputs are whole numbers, got torch.float32; vectors need"):
         small()(some_inputs().float())
-
-
-def test_labels_of_continuous_inputs(tmp_path):
-    config = SparseTransformerConfig(input_type="continuous", num_values=3)
-    assert config.num_labels == SparseTransformerForTokenClassification(config).head.out_features == 3
-    config.save_pretrained(tmp_path)
-    assert SparseTransformerConfig.from_pretrained(tmp_path).num_labels == 3
 
 
 def test_bfloat16_survives_saving(tmp_path):

@@ -30,6 +30,14 @@ def test_a_quarter_of_the_combinations_is_held_out(features, held_out):
     assert (np.diff(kept, axis=1) >= 0).all()
 
 
+@pytest.mark.parametrize(("features", "low", "high"), [(1, 0.5, 1), (2, 0, 0.01)])
+def test_only_with_one_feature_do_problems_repeat(features, low, high):
+    task = SRaven(features=features)
+    trained = {grid.tobytes() for grid in task.generate(128_000, "train", seed=0).grid}
+    repeated = [grid.tobytes() in trained for grid in task.generate(2_000, "test", seed=0).grid]
+    assert low <= np.mean(repeated) <= high
+
+
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("values", [5, 8, 11])
 def test_every_row_follows_its_rule(values, split):

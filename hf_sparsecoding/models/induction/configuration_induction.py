@@ -13,7 +13,23 @@ CHOICES = {
 }
 
 
-class InductionConfig(PreTrainedConfig):
+class _ClassifierConfig(PreTrainedConfig):
+    """What both have: fields that are checked, and as many labels as outputs."""
+
+    def __init__(self, **kwargs):
+        self.check()
+        kwargs.setdefault("num_labels", self.num_outputs)
+        super().__init__(**kwargs)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: a field has a value that there is none of, or does not go with the others.
+        """
+        raise NotImplementedError
+
+
+class InductionConfig(_ClassifierConfig):
     """Two causal attention layers with one head each, and a classifier on the last token. Source: arXiv 2312.03002.
 
     The defaults are the published network. Tokens are `position_size` numbers for the position, then `content_size`
@@ -56,15 +72,9 @@ class InductionConfig(PreTrainedConfig):
         self.threshold, self.score_norm, self.output_norm = threshold, score_norm, output_norm
         self.position_size, self.content_size, self.num_pairs = position_size, content_size, num_pairs
         self.head_dim, self.intermediate_size, self.num_outputs = head_dim, intermediate_size, num_outputs
-        self.check()
-        kwargs.setdefault("num_labels", num_outputs)
         super().__init__(**kwargs)
 
     def check(self) -> None:
-        """
-        Raises:
-            ValueError: a field has a value that there is none of, or does not go with the others.
-        """
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
@@ -79,7 +89,7 @@ class InductionConfig(PreTrainedConfig):
         return self.position_size + self.content_size
 
 
-class MinimalInductionConfig(PreTrainedConfig):
+class MinimalInductionConfig(_ClassifierConfig):
     """An induction head of two or three numbers, and a classifier. Source: arXiv 2312.03002.
 
     Args:
@@ -101,15 +111,9 @@ class MinimalInductionConfig(PreTrainedConfig):
     ):
         self.content_size, self.label_bias = content_size, label_bias
         self.intermediate_size, self.num_outputs = intermediate_size, num_outputs
-        self.check()
-        kwargs.setdefault("num_labels", num_outputs)
         super().__init__(**kwargs)
 
     def check(self) -> None:
-        """
-        Raises:
-            ValueError: a field has a value that there is none of, or does not go with the others.
-        """
         _check_sizes(self, "content_size", "intermediate_size", "num_outputs")
 
 
